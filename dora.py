@@ -1,0 +1,913 @@
+"""dora.py: DoRA and LoRA for the linear layers of MLX models, over dense and packed weights.
+
+One file, no other file of the suite needed: copy it (with `kernels/`) into another repo. It works on this
+suite's models and on mlx-lm's and mlx-vlm's, because it looks at what a layer holds (`weight`, `scales`, `bits`).
+
+    import dora
+    paths = dora.adapt(model, rank=8, kind="dora")       # in place; model.trainable_parameters() is the adapter
+    dora.save_adapter(folder, model, base="org/model", config=config)
+    dora.load_adapter(model, "adapters/adapters.safetensors", config)
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) learns direction and magnitude of each row of W (O, I) apart:
+
+    y   = x Wᵀ + s (x A) B                      A (I, R), B (R, O), s a plain factor
+    n_o = ‖W_o + s Bᵀ_o Aᵀ‖₂                    row norm over inputs, float32, no gradient through it (section 4.3)
+    out = (m / n) ⊙ y + bias                    m (O,), at first the row norms of W: a fresh layer is a no-op
+
+What the textbook does on a packed W: dequantize it, build W + s(AB)ᵀ, norm its rows, on every forward, and
+keep both dense matrices for backward. What this file does: one dense copy for the moment of a product, or none
+where the packed product is faster; the norm from that product (`AdaptedLinear.norm`) in O·R operations; a
+backward that keeps no dense matrix; and in evaluation one packed product and a rank-R one, g folded away.
+
+    python dora.py info adapters/adapters.safetensors
+    python dora.py check                        every packing against float64 on this device
+    python dora.py bench                        base, this layer and the textbook's, in turns
+"""
+
+import difflib
+import functools
+import hashlib
+import inspect
+import json
+import math
+import os
+import sys
+import time
+import types
+import typing
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+KINDS = ("dora", "lora")
+LEAVES = ("lora_a", "lora_b", "m")
+FORMAT, VERSION = "mlx-dora adapter", 1
+QUANTITIES = ("out", "dx", "da", "db", "dm", "eval")
+
+
+# --- Command line ---------------------------------------------------------------------------------
+# The same text stands in every leaf, so that each can be copied alone; a test keeps the copies equal.
+
+
+class UserError(Exception):
+    """Something the user can put right: shown as one line, exit status 2."""
+
+
+def coerce(name: str, text: str, wanted: object) -> object:
+    """Turns the text of a flag into the type its annotation names; a union is tried from left to right."""
+    for kind in typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,):
+        low = text.lower()
+        if kind is bool and low in ("true", "false"):
+            return low == "true"
+        if kind is types.NoneType and low == "none":
+            return None
+        if kind is str:
+            return text
+        if typing.get_origin(kind) is list:
+            (item,) = typing.get_args(kind)
+            return [
+                coerce(name, part.strip(), item)
+                for part in text.strip("[]()").split(",")
+                if part.strip()
+            ]
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+    wanted = getattr(wanted, "__name__", None) or str(wanted)
+    raise UserError(f"--{name.replace('_', '-')}: got {text!r}, wanted {wanted}")
+
+
+def parse(function: typing.Callable, argv: list[str]) -> dict:
+    """Maps argv to keyword arguments of `function`, or raises UserError before anything has run."""
+    signature, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
+    names, values, words = list(signature), {}, list(argv)
+    free = [n for n in names if signature[n].kind is not inspect.Parameter.KEYWORD_ONLY]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            name = next((n for n in free if n not in values), None)
+            if name is None:
+                raise UserError(
+                    f"unexpected argument {word!r}; flags: --{', --'.join(names).replace('_', '-')}"
+                )
+            values[name] = coerce(name, word, hints[name])
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.5)
+            hint = f"did you mean --{near[0]}?" if near else f"flags: --{', --'.join(names)}"
+            raise UserError(f"unknown flag {word.partition('=')[0]}; {hint.replace('_', '-')}")
+        if not equals:
+            flag = hints[name] is bool or bool in typing.get_args(hints[name])
+            if (
+                words
+                and not words[0].startswith("--")
+                and (not flag or words[0].lower() in ("true", "false"))
+            ):
+                text = words.pop(0)
+            elif flag:
+                text = "true"
+            else:
+                raise UserError(f"--{name.replace('_', '-')} needs a value")
+        values[name] = coerce(name, text, hints[name])
+    for n, p in signature.items():
+        if p.default is inspect.Parameter.empty and n not in values:
+            raise UserError(f"missing {n.upper()}; try --help")
+    return values
+
+
+def show_help(function: typing.Callable) -> None:
+    """Prints the docstring and every flag with its default."""
+    print(inspect.cleandoc(function.__doc__ or ""), "\n\nFlags:")
+    for name, p in inspect.signature(function).parameters.items():
+        default = "required" if p.default is inspect.Parameter.empty else repr(p.default)
+        print(f"  --{name.replace('_', '-'):<26} {default}")
+
+
+def cli(commands: object, expand: typing.Callable | None = None, errors: tuple = ()) -> None:
+    """Runs a function, or one of a dict of functions, from the command line through Fire.
+
+    Fire calls the function first and complains about unknown flags afterwards, so flags are checked and
+    coerced here before. `expand(function, flags) -> flags` may add flags from elsewhere. UserError, OSError
+    and `errors` become one line on stderr and exit status 2; anything else keeps its traceback.
+    """
+    argv = sys.argv[1:]
+    try:
+        function = commands
+        if isinstance(commands, dict):
+            name = argv.pop(0) if argv and not argv[0].startswith("-") else None
+            if name not in commands:
+                print(inspect.cleandoc(sys.modules["__main__"].__doc__))
+                if name is None and ("--help" in argv or "-h" in argv):
+                    return
+                raise UserError(f"got command {name!r}, wanted one of: {', '.join(commands)}")
+            function = commands[name]
+        if "--help" in argv or "-h" in argv:
+            return show_help(function)
+        flags = parse(function, argv)
+        flags = expand(function, flags) if expand else flags
+        import fire
+
+        fire.Fire(function, command=[f"--{k}={v!r}" for k, v in flags.items()])
+    except BrokenPipeError:
+        os._exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UserError, OSError, *errors) as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# --- The product with a frozen weight -------------------------------------------------------------
+
+
+def packing(layer: nn.Module) -> tuple[int, int, str] | None:
+    """(group size, bits, mode) of a packed layer, None for a dense one."""
+    if "scales" not in layer:
+        return None
+    return layer.group_size, layer.bits, getattr(layer, "mode", "affine")
+
+
+def tensors(layer: nn.Module) -> list[mx.array]:
+    """weight, then scales and biases where the layer is packed (mx modes have no biases)."""
+    return [layer[k] for k in ("weight", "scales", "biases") if layer.get(k) is not None]
+
+
+def width(layer: nn.Module) -> int:
+    """Inputs of a layer; from the scales, since 3-, 5- and 6-bit codes do not divide 32."""
+    how = packing(layer)
+    return layer.scales.shape[-1] * how[0] if how else layer.weight.shape[-1]
+
+
+def dense(packed: list[mx.array], how: tuple | None, dtype: mx.Dtype) -> mx.array:
+    """The weight (O, I) in `dtype`."""
+    if how is None:
+        return packed[0].astype(dtype)
+    if (
+        dtype == mx.float32 and len(packed) == 3
+    ):  # unrounded: in half precision W is rounded once more
+        packed = [packed[0], *(p.astype(dtype) for p in packed[1:])]
+    return mx.dequantize(*packed, group_size=how[0], bits=how[1], mode=how[2], dtype=dtype)
+
+
+def dense_pays(tokens: int, dtype: mx.Dtype) -> bool:
+    """Whether x Wᵀ for this many tokens is faster through a transient dense copy of a packed W.
+
+    Measured: Metal's packed product wins throughout; CUDA's loses from some 256 tokens on (H200,
+    4096 x 4096, 4-bit); the CPU backend's from 4 tokens on in float32, always in half precision.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return tokens >= 4 or dtype != mx.float32
+    return tokens >= 256 and not mx.metal.is_available()
+
+
+@functools.cache
+def transient_product(how: tuple | None) -> Callable:
+    """`f(x (T, I), a (I, R), weight, ...) -> x Wᵀ (T, O), aᵀ Wᵀ (R, O)` with W dense for a moment.
+
+    Both products share one dense copy. Backward (for x alone) makes W again, from arrays that depend
+    on the cotangent: otherwise mx.compile merges it with the forward's and keeps it in between.
+    """
+
+    @mx.custom_function
+    def product(x, a, *packed):
+        W = dense(packed, how, x.dtype)
+        return x @ W.T, a.T.astype(x.dtype) @ W.T
+
+    @product.vjp
+    def product_vjp(primals, cotangents, _):
+        x, a, *packed = primals
+        W = dense(mx.depends(packed, [cotangents[0]]), how, x.dtype)
+        return cotangents[0] @ W, *(mx.zeros_like(p) for p in (a, *packed))
+
+    return product
+
+
+def product(x: mx.array, packed: list[mx.array], how: tuple | None, a: mx.array) -> tuple:
+    """x (T, I) and a (I, R) against one frozen weight: x Wᵀ (T, O), aᵀ Wᵀ (R, O) in float32."""
+    if how is None or dense_pays(x.shape[0], x.dtype):
+        y, wa = transient_product(how)(x, a, *packed)
+        return y, wa.astype(mx.float32)
+    kw = dict(transpose=True, group_size=how[0], bits=how[1], mode=how[2])
+    frozen = [mx.stop_gradient(p) for p in packed]
+    y = mx.quantized_matmul(x, *frozen, **kw).astype(x.dtype)
+    return y, mx.quantized_matmul(a.T, *frozen, **kw).astype(mx.float32)
+
+
+@mx.custom_function
+def rescale(u: mx.array, g: mx.array) -> mx.array:
+    """g (O,) ⊙ u (T, O) in float32, returned in u's dtype. Its gradient sums over tokens in float32."""
+    return (u * g).astype(u.dtype)
+
+
+@rescale.vjp
+def _rescale_vjp(primals, cotangent, _):
+    u, g = primals
+    dg = (cotangent.astype(mx.float32) * u.astype(mx.float32)).sum(axis=0)
+    return (cotangent * g).astype(u.dtype), dg
+
+
+def square_norms(layer: nn.Module, chunk: int = 4096) -> mx.array:
+    """‖W_o‖² (O,) in float32, a few rows dense at a time."""
+    how, parts = packing(layer), []
+    for i in range(0, layer.weight.shape[0], chunk):
+        W = dense([t[i : i + chunk] for t in tensors(layer)], how, mx.float32)
+        parts.append(mx.square(W).sum(axis=1))
+        mx.eval(parts[-1])
+    return mx.concatenate(parts)
+
+
+# --- The layer ------------------------------------------------------------------------------------
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, dense or packed, under a DoRA or LoRA adapter.
+
+    x (..., I) -> (..., O) in x's dtype; everything float32 stays inside. Parameter names and shapes are
+    mlx-lm's: lora_a (I, R), lora_b (R, O), m (O,), all float32; the frozen layer is `linear`. Magnitude and
+    norm belong to outputs: `m` has one entry per row of W (O, I).
+
+    Dropout acts on the input of the low-rank branch only, in training only, for dense and packed alike;
+    the norm is of the undropped weight, and m's gradient is that of the masked output.
+
+    In evaluation m/n is constant: it is computed once and folded into the packed scales and biases (affine) or
+    kept as an output scale (other modes, dense, and half-precision scales of more than 4 bits, where rounding
+    them once more would double the error, see `check`). The cache is dropped when training resumes and is
+    not used once any of the arrays it came from has been replaced.
+    """
+
+    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: float, kind: str):
+        super().__init__()
+        I, O = width(linear), linear.weight.shape[0]
+        self.linear = linear
+        self.scale, self.kind = float(scale), kind
+        self.dropout = nn.Dropout(dropout)
+        self.lora_a = mx.random.uniform(-1 / math.sqrt(I), 1 / math.sqrt(I), (I, rank))
+        self.lora_b = mx.zeros((rank, O))
+        if kind == "dora":
+            self._square = square_norms(linear)  # ‖W_o‖², frozen
+            self.m = mx.sqrt(self._square)
+        self._drop_cache()
+        linear.freeze()
+
+    def _drop_cache(self):
+        object.__setattr__(
+            self, "_cache", None
+        )  # outside the module's state: not seen by mx.compile
+
+    def _set_training_mode(self, mode: bool):
+        super()._set_training_mode(mode)
+        self._drop_cache()
+
+    def __setattr__(self, name, value):  # `layer.m *= 2` changes the array in place, and lands here
+        super().__setattr__(name, value)
+        if name != "_training":
+            self._drop_cache()
+
+    def norm(self, wa: mx.array) -> mx.array:
+        """n (O,) = ‖W_o + s Bᵀ_o Aᵀ‖₂ from aᵀWᵀ (R, O): the factored form, float32, without gradient.
+
+        n² = ‖W_o‖² + 2s Σ_k (WA)_ok B_ko + s² Σ_kl B_ko (AᵀA)_kl B_lo. It cancels where sBᵀAᵀ is near -W;
+        float32 has nothing to say below 1e-6 of the terms, so it is kept from falling below that.
+        """
+        A, B, s = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b), self.scale
+        low_rank = (B * ((A.T @ A) @ B)).sum(axis=0) * s**2
+        total = self._square + 2 * s * (mx.stop_gradient(wa) * B).sum(axis=0) + low_rank
+        return mx.sqrt(mx.maximum(total, 1e-6 * (self._square + low_rank) + 1e-30))
+
+    def gain(self, wa: mx.array) -> mx.array:
+        """g (O,) = m / n."""
+        return self.m / self.norm(wa)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])  # (T, I)
+        if self.training:
+            packed, A, B, g = tensors(self.linear), self.lora_a, self.lora_b * self.scale, None
+        else:
+            packed, A, B, g = self._folded(x.dtype)
+        y, wa = product(x, packed, packing(self.linear), mx.stop_gradient(A))
+        if self.training and self.kind == "dora":
+            g = self.gain(wa)
+        y = mx.addmm(y, self.dropout(x) @ A.astype(x.dtype), B.astype(x.dtype))
+        if g is not None:
+            y = rescale(y, g)
+        if "bias" in self.linear:
+            y = y + self.linear.bias.astype(y.dtype)
+        return y.reshape(*shape[:-1], -1)
+
+    def _folded(self, dtype: mx.Dtype) -> tuple:
+        """(packed tensors, A, s B, g) for evaluation: g folded into scales, biases and B where it can be."""
+        names = ("lora_a", "lora_b", "m")
+        source = [*tensors(self.linear), *(self[k] for k in names if k in self), self.scale, dtype]
+        if self._cache and len(source) == len(self._cache[0]):
+            if all(a is b for a, b in zip(source, self._cache[0], strict=True)):
+                return self._cache[1]
+        packed, how, g = tensors(self.linear), packing(self.linear), None
+        A, B = self.lora_a.astype(dtype), self.lora_b * self.scale
+        if self.kind == "dora":
+            _, wa = product(mx.zeros((1, A.shape[0])), packed, how, self.lora_a)
+            g = self.gain(wa)
+            if how and how[2] == "affine" and (how[1] <= 4 or packed[1].dtype == mx.float32):
+                wide = [p.astype(mx.float32) * g[:, None] for p in packed[1:]]
+                packed = [
+                    packed[0],
+                    *(w.astype(p.dtype) for w, p in zip(wide, packed[1:], strict=True)),
+                ]
+                B, g = B * g, None
+        folded = (packed, A, B.astype(dtype), g)
+        object.__setattr__(self, "_cache", (source, folded))
+        return folded
+
+    def fused_weight(self) -> mx.array:
+        """g ⊙ (W + s BᵀAᵀ) (O, I) in float32, with the norm of the very rows it scales."""
+        W = dense(tensors(self.linear), packing(self.linear), mx.float32)
+        W = W + (self.lora_b.T * self.scale) @ self.lora_a.T
+        if self.kind == "dora":
+            n = mx.linalg.norm(W, axis=1, keepdims=True)
+            W = W * (self.m[:, None] / mx.maximum(n, 1e-30))
+        return W
+
+    def fuse(
+        self, dequantize: bool = False, bits: int | None = None, group_size: int | None = None
+    ):
+        """The adapter merged into a plain layer: nn.Linear, or nn.QuantizedLinear packed like the base.
+
+        `dequantize` leaves it dense; `bits` and `group_size` pack it (affine) whatever the base was.
+        """
+        W, how, base = self.fused_weight(), packing(self.linear), self.linear
+        storage = base.weight.dtype if how is None else base.scales.dtype
+        storage = storage if storage in (mx.float16, mx.bfloat16, mx.float32) else mx.bfloat16
+        if bits or group_size:
+            same = how and how[2] == "affine"
+            how = (
+                group_size or (how[0] if same else 64),
+                bits or (how[1] if same else 4),
+                "affine",
+            )
+        layer = nn.Linear(1, 1, bias="bias" in base)
+        if how is None or dequantize:
+            layer.weight = W.astype(storage)
+        else:
+            layer.weight = W
+            layer = nn.QuantizedLinear.from_linear(layer, *how)
+            if how[2] == "affine":
+                layer.scales, layer.biases = (
+                    layer.scales.astype(storage),
+                    layer.biases.astype(storage),
+                )
+        if "bias" in base:
+            layer.bias = base.bias
+        return layer
+
+
+# --- Adapting a model -----------------------------------------------------------------------------
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Decided by what a layer holds, not by its class: a 2-D weight that is no lookup table."""
+    return "weight" in layer and layer.weight.ndim == 2 and not hasattr(layer, "as_linear")
+
+
+def refuse(path: str, layer: nn.Module) -> str | None:
+    """Why a layer cannot be adapted, or None. A probe tells what its forward returns."""
+    name = type(layer).__name__
+    if isinstance(layer, AdaptedLinear) or "lora_a" in layer:
+        return f"{path} has an adapter already; remove or fuse it first"
+    if not is_linear(layer):
+        return f"{path} ({name}) is not a linear layer; only those can be adapted"
+    if odd := set(layer) - {"weight", "scales", "biases", "bias"}:
+        return f"{path} ({name}) holds {', '.join(sorted(odd))} beside its weight"
+    dtype = layer.weight.dtype if packing(layer) is None else mx.float32
+    out = layer(mx.zeros((1, width(layer)), dtype))
+    if not isinstance(out, mx.array) or out.shape != (1, layer.weight.shape[0]):
+        got = f"shape {out.shape}" if isinstance(out, mx.array) else type(out).__name__
+        return f"{path} ({name}) returns {got}, wanted one array (1, {layer.weight.shape[0]})"
+    return None
+
+
+def block_prefixes(model: nn.Module) -> list[str]:
+    """Paths of `model.layers`, in order, wherever in the model they live."""
+    where = {id(m): path for path, m in model.named_modules()}
+    return [where[id(layer)] for layer in model.layers]
+
+
+def choose(
+    model: nn.Module, keys: list[str] | None, num_layers: int
+) -> tuple[list[str], list[str]]:
+    """(paths to adapt, keys as mlx-lm spells them) for the last `num_layers` blocks, -1 for all.
+
+    A key is a layer's name (`q_proj`), its path in a block (`self_attn.q_proj`), a full path outside the blocks
+    (`lm_head`), or a glob of any of these. Without keys: every linear layer of the blocks.
+
+    Raises:
+        UserError: a key that matches nothing, with what does exist.
+    """
+    blocks = block_prefixes(model)
+    if num_layers == 0 or num_layers < -1:
+        raise UserError(f"num_layers: got {num_layers}, wanted -1 for all or 1 to {len(blocks)}")
+    if num_layers > len(blocks):
+        raise UserError(f"num_layers: got {num_layers}, but the model has {len(blocks)} layers")
+    inside, outside, linear = {}, {}, set()
+    for path, module in model.named_modules():
+        holder = next((b for b in blocks if path.startswith(b + ".")), None)
+        if "weight" in module and module.weight.ndim >= 2 or isinstance(module, AdaptedLinear):
+            relative = path[len(holder) + 1 :] if holder else path
+            (inside if holder else outside)[path] = relative
+            if holder and is_linear(module):
+                linear.add(relative)
+    chosen = set(blocks[-num_layers:] if num_layers > 0 else blocks)
+    candidates = {p: r for p, r in inside.items() if p[: -len(r) - 1] in chosen} | outside
+    if keys is None:
+        paths = [p for p, r in candidates.items() if p in inside and r in linear]
+    else:
+
+        def matches(key, relative):
+            return fnmatchcase(relative, key) or fnmatchcase(relative, f"*.{key}")
+
+        if lost := [k for k in keys if not any(matches(k, r) for r in candidates.values())]:
+            have = ", ".join(sorted(set(candidates.values())))
+            raise UserError(f"keys: {', '.join(lost)} match nothing in this model; it has: {have}")
+        paths = [p for p, r in candidates.items() if any(matches(k, r) for k in keys)]
+    return paths, sorted({candidates[p] for p in paths})
+
+
+def adapt(
+    model: nn.Module,
+    rank: int = 8,
+    scale: float = 20.0,
+    dropout: float = 0.0,
+    keys: list[str] | None = None,
+    num_layers: int = -1,
+    kind: str = "dora",
+) -> list[str]:
+    """Puts fresh adapters on a model's linear layers in place, all else frozen; returns their paths.
+
+    Args:
+        rank: R of lora_a (I, R) and lora_b (R, O).
+        scale: s in W + s (AB)ᵀ, multiplied directly; PEFT's lora_alpha / r.
+        keys: see `choose`.
+        num_layers: how many blocks, from the last; -1 for all.
+        kind: "dora" or "lora".
+
+    Raises:
+        UserError: nothing matches, or a layer cannot be adapted; the model is then untouched.
+    """
+    paths, _ = choose(model, keys, num_layers)
+    wrap(model, paths, rank, scale, dropout, kind)
+    return paths
+
+
+def wrap(model: nn.Module, paths: list[str], rank, scale, dropout, kind) -> None:
+    """Replaces the layers at `paths` by adapted ones; checks all of them before it changes any."""
+    if kind not in KINDS:
+        raise UserError(f"kind: got {kind!r}, wanted {' or '.join(KINDS)}")
+    if not 1 <= rank:
+        raise UserError(f"rank: got {rank}, wanted at least 1")
+    if not 0 <= dropout < 1:
+        raise UserError(f"dropout: got {dropout}, wanted 0 <= dropout < 1")
+    layers = dict(model.named_modules())
+    if problems := [why for p in paths if (why := refuse(p, layers[p]))]:
+        raise UserError("; ".join(problems[:4]))
+    if not paths:
+        raise UserError("no linear layer to adapt in this model")
+    model.freeze()
+    new = [(p, AdaptedLinear(layers[p], rank, scale, dropout, kind)) for p in paths]
+    for path, layer in new:  # one by one: update_modules would not replace a module that is a root
+        holder, _, name = path.rpartition(".")
+        holder = layers[holder] if holder else model
+        holder[name] = layer
+        layer._set_training_mode(model.training)
+
+
+def adapted(model: nn.Module) -> dict[str, AdaptedLinear]:
+    return {p: m for p, m in model.named_modules() if isinstance(m, AdaptedLinear)}
+
+
+def remove(model: nn.Module) -> None:
+    """Puts the base layers back: the model's outputs are the base's again, exactly."""
+    for path, layer in adapted(model).items():
+        holder, _, name = path.rpartition(".")
+        holder = dict(model.named_modules())[holder] if holder else model
+        holder[name] = layer.linear
+
+
+# --- Adapter files --------------------------------------------------------------------------------
+
+
+def fingerprint(config: dict) -> str:
+    """Hash of the shape-giving part of a config.json: the same for every packing and dtype of a model."""
+    kept = (
+        "model_type hidden_size num_hidden_layers intermediate_size num_attention_heads vocab_size "
+        "num_key_value_heads head_dim rope_theta"
+    ).split()
+    text = json.dumps([[k, config[k]] for k in kept if config.get(k) is not None])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sketch(model: nn.Module, paths: list[str]) -> np.ndarray:
+    """W[:4] v for a fixed random v, at every path: (layers, 4) float32 that tell two bases apart.
+
+    The same weights packed differently give nearly the same numbers, other weights give others.
+    """
+    layers, found = dict(model.named_modules()), []
+    for path in paths:
+        layer = getattr(layers[path], "linear", layers[path])
+        W = dense([t[:4] for t in tensors(layer)], packing(layer), mx.float32)
+        v = np.random.RandomState(0).standard_normal(W.shape[1]).astype(np.float32)
+        found.append(np.pad(np.array(W @ mx.array(v)), (0, 4 - W.shape[0])))
+    return np.stack(found)
+
+
+def save_adapter(
+    folder: Path, model: nn.Module, base: str = "", config: dict | None = None
+) -> None:
+    """Writes adapters.safetensors (see `read_adapter`) and mlx-lm's adapter_config.json into `folder`."""
+    layers = adapted(model)
+    first, paths = next(iter(layers.values())), list(layers)
+    weights = {f"{p}.{k}": layer[k] for p, layer in layers.items() for k in LEAVES if k in layer}
+    blocks = block_prefixes(model)
+    used = [i for i, b in enumerate(blocks) if any(p.startswith(b + ".") for p in paths)]
+    keys = sorted(
+        {next((p[len(b) + 1 :] for b in blocks if p.startswith(b + ".")), p) for p in paths}
+    )
+    parameters = {
+        "rank": first.lora_a.shape[1],
+        "scale": first.scale,
+        "dropout": first.dropout._p_1 and 1 - first.dropout._p_1,
+        "keys": keys,
+    }
+    settings = {"fine_tune_type": first.kind, "num_layers": len(blocks) - min(used, default=0)}
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "base": str(base),
+        "kind": first.kind,
+        **{k: json.dumps(v) for k, v in parameters.items()},
+        "num_layers": str(settings["num_layers"]),
+        "fingerprint": fingerprint(config or {}),
+        "packing": json.dumps([packing(layer.linear) for layer in layers.values()]),
+        "sketch": json.dumps(np.round(sketch(model, paths).astype(np.float64), 7).tolist()),
+    }
+    mx.save_safetensors(str(Path(folder) / "adapters.safetensors"), weights, metadata)
+    settings |= {"model": str(base), "lora_parameters": parameters}
+    (Path(folder) / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
+    """Tensors and settings of an adapter file, or of the adapters.safetensors in a folder.
+
+    The file's own metadata is enough; without it (mlx-lm's files) adapter_config.json beside it is needed.
+    Settings: kind, rank, scale, dropout, keys, num_layers, base, and, from metadata, fingerprint, packing, sketch.
+
+    Raises:
+        UserError: missing, damaged, of another format version, or not what its settings say.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path).expanduser()
+    file = file / "adapters.safetensors" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"{path}: no such adapter; wanted an adapters.safetensors or its folder")
+    try:
+        with safe_open(str(file), "np") as opened:
+            meta = opened.metadata() or {}
+        weights = mx.load(str(file))
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(f"{file}: damaged or cut short: {error}") from None
+    if meta.get("format") == FORMAT:
+        if meta.get("version") != str(VERSION):
+            got = meta.get("version")
+            raise UserError(f"{file}: adapter format version {got}, this program reads {VERSION}")
+        settings = {k: meta[k] for k in ("base", "kind", "fingerprint")}
+        for key in ("rank", "scale", "dropout", "keys", "num_layers", "packing", "sketch"):
+            settings[key] = json.loads(meta[key])
+    else:
+        settings = mlx_lm_settings(file)
+    check_tensors(file, weights, settings)
+    return weights, settings
+
+
+def mlx_lm_settings(file: Path) -> dict:
+    """Settings from the adapter_config.json that mlx-lm writes beside the weights."""
+    beside = file.parent / "adapter_config.json"
+    if not beside.exists():
+        raise UserError(f"{file}: no mlx-dora metadata in it and no adapter_config.json beside it")
+    try:
+        config = json.loads(beside.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{beside}: not valid JSON: {error}") from None
+    kind, given = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
+    if kind not in KINDS:
+        raise UserError(f"{beside}: fine_tune_type {kind!r}, wanted {' or '.join(KINDS)}")
+    if not isinstance(given, dict) or "scale" not in given:
+        raise UserError(
+            f"{beside}: wanted lora_parameters with rank and scale; got {sorted(config)}"
+        )
+    settings = {k: given.get(k, d) for k, d in (("rank", None), ("scale", None), ("dropout", 0.0))}
+    return settings | {
+        "kind": kind,
+        "keys": given.get("keys"),
+        "num_layers": config.get("num_layers"),
+        "base": config.get("model", ""),
+    }
+
+
+def check_tensors(file: Path, weights: dict, settings: dict) -> None:
+    """Every layer has what its kind needs and the rank that the settings say."""
+    wanted = set(LEAVES) if settings["kind"] == "dora" else set(LEAVES) - {"m"}
+    layers, problems = {}, []
+    for name, array in weights.items():
+        path, _, leaf = name.rpartition(".")
+        layers.setdefault(path, {})[leaf] = array
+    for path, leaves in layers.items():
+        if missing := wanted - set(leaves):
+            problems.append(f"{path} lacks {', '.join(sorted(missing))}")
+        elif extra := set(leaves) - wanted:
+            problems.append(f"{path} has {', '.join(sorted(extra))}")
+        elif settings["rank"] is not None and leaves["lora_a"].shape[-1] != settings["rank"]:
+            problems.append(f"{path} has rank {leaves['lora_a'].shape[-1]}, not {settings['rank']}")
+    if problems or not layers:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"{file}: its settings say {settings['kind']} of rank {settings['rank']}, but "
+            + ("it holds no tensors" if not layers else "; ".join(problems[:3]) + more)
+        )
+
+
+def load_adapter(
+    model: nn.Module, path: str, config: dict | None = None, force: bool = False
+) -> dict:
+    """Puts the adapter at `path` on `model`; returns its settings.
+
+    The file's tensors say which layers. With `config` (the model's), and the fingerprint and sketch the file has,
+    the base is checked: other weights are an error unless `force`, another packing of the same weights a warning.
+    """
+    weights, settings = read_adapter(path)
+    layers = dict(model.named_modules())
+    paths = list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
+    if lost := [p for p in paths if p not in layers]:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise UserError(f"{path}: for another model: this one has no {', '.join(lost[:3])}{more}")
+    problems = []
+    for p in paths:
+        if why := refuse(p, layers[p]):
+            raise UserError(f"{path}: {why}")
+        R = weights[f"{p}.lora_a"].shape[-1]
+        shapes = {"lora_a": (width(layers[p]), R), "lora_b": (R, layers[p].weight.shape[0])}
+        shapes["m"] = (layers[p].weight.shape[0],)
+        for leaf, shape in shapes.items():
+            if (array := weights.get(f"{p}.{leaf}")) is not None and array.shape != shape:
+                problems.append(f"  {p}.{leaf}: got {array.shape}, wanted {shape}")
+    if problems:
+        raise UserError(f"{path}: for another model, shapes differ:\n" + "\n".join(problems))
+    if "sketch" in settings and not force:
+        check_base(model, path, paths, settings, config)
+    R = weights[f"{paths[0]}.lora_a"].shape[-1]
+    wrap(model, paths, R, settings["scale"], settings["dropout"], settings["kind"])
+    new = dict(model.named_modules())
+    for name, array in weights.items():
+        p, _, leaf = name.rpartition(".")
+        setattr(new[p], leaf, array.astype(mx.float32))
+    model.eval()
+    if not any(mx.any(new[p].lora_b != 0).item() for p in paths) and settings["kind"] == "lora":
+        print(f"{path}: every lora_b is zero: this adapter changes nothing", file=sys.stderr)
+    return settings
+
+
+def check_base(model, path: str, paths: list[str], settings: dict, config: dict | None) -> None:
+    """Compares the base an adapter was trained on with the one at hand."""
+    base = f"the base it was trained on ({settings['base'] or 'unnamed'})"
+    if config is not None and settings["fingerprint"] != fingerprint(config):
+        raise UserError(f"{path}: config.json differs from that of {base}")
+    now, then = sketch(model, paths), np.array(settings["sketch"], np.float32)
+    if now.shape != then.shape:
+        raise UserError(f"{path}: its metadata describes {len(then)} layers, it has {len(now)}")
+    apart = float(np.linalg.norm(now - then) / max(np.linalg.norm(then), 1e-30))
+    layers = dict(model.named_modules())
+    same = [list(packing(layers[p]) or ()) for p in paths] == [h or [] for h in settings["packing"]]
+    if apart > 0.5 or (same and apart > 1e-3):
+        raise UserError(
+            f"{path}: the weights differ from {base} by {apart:.1%}; use that base, or force it"
+        )
+    if apart > 1e-3:
+        print(
+            f"{path}: warning: the same base as {base} but packed differently ({apart:.1%} apart)",
+            file=sys.stderr,
+        )
+
+
+# --- Commands -------------------------------------------------------------------------------------
+
+
+def info(adapter: str) -> None:
+    """Prints what an adapter file holds."""
+    weights, settings = read_adapter(adapter)
+    count = sum(a.size for a in weights.values())
+    paths = list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
+    print(
+        f"{settings['kind']} of rank {settings['rank']}, scale {settings['scale']}, dropout {settings['dropout']}"
+    )
+    print(f"base    {settings['base'] or 'not named'}")
+    print(f"layers  {len(paths)}: {', '.join(sorted({p.split('.')[-1] for p in paths}))}")
+    print(f"weights {count / 1e6:.3f} M, {sum(a.nbytes for a in weights.values()) / 1e6:.1f} MB")
+    largest = max(
+        (mx.abs(a).max().item() for n, a in weights.items() if n.endswith("lora_b")), default=0
+    )
+    print(
+        f"largest lora_b entry {largest:.3g}{'' if largest else ': the low-rank part changes nothing'}"
+    )
+
+
+def reference(x, W, A, B, m, s, cotangent) -> dict[str, np.ndarray]:
+    """Output and gradients in float64 NumPy, straight from the paper's formula (n held constant)."""
+    x, W, A, B, m, c = (
+        np.array(a.astype(mx.float32), np.float64) for a in (x, W, A, B, m, cotangent)
+    )
+    adapted = W + s * (A @ B).T
+    n = np.linalg.norm(adapted, axis=1)
+    u, du = x @ adapted.T, c * (m / n)
+    grads = {"dx": du @ adapted, "da": s * x.T @ (du @ B.T), "db": s * (x @ A).T @ du}
+    return {"out": u * (m / n), **grads, "dm": (c * u).sum(0) / n}
+
+
+def naive(x, W, A, B, m, s):
+    """The textbook layer in x's dtype throughout: dense W, dense W + s (AB)ᵀ, its row norms."""
+    A, B, m = (a.astype(x.dtype) for a in (A, B, m))
+    n = mx.stop_gradient(mx.linalg.norm(W + (s * B.T) @ A.T, axis=1))
+    return (m / n) * (x @ W.T + s * ((x @ A) @ B))
+
+
+def check_case(
+    how: tuple | None, dtype: mx.Dtype, tokens: int, O=96, I=256, R=4
+) -> dict[str, tuple]:
+    """{quantity: (error of the layer, error of `naive`)} against float64, relative in the 2-norm."""
+    linear = nn.Linear(I, O, bias=False)
+    linear.weight = (mx.random.normal((O, I)) / 16).astype(dtype)
+    linear = nn.QuantizedLinear.from_linear(linear, *how) if how else linear
+    layer = AdaptedLinear(linear, R, 2.0, 0.0, "dora")
+    layer.lora_b = mx.random.normal((R, O)) / 16
+    layer.m = layer.m * mx.random.uniform(0.5, 2.0, (O,))
+    x, cotangent = (mx.random.normal((tokens, d)).astype(dtype) for d in (I, O))
+    W = dense(tensors(linear), how, mx.float32)
+    exact = reference(x, W, layer.lora_a, layer.lora_b, layer.m, layer.scale, cotangent)
+
+    def fast(x, A, B, m):
+        layer.update({"lora_a": A, "lora_b": B, "m": m})
+        return layer(x)
+
+    primals = [x, layer.lora_a, layer.lora_b, layer.m]
+    Wd = W.astype(dtype)
+    found = []
+    for f in (fast, lambda x, A, B, m: naive(x, Wd, A, B, m, layer.scale)):
+        (out,), grads = mx.vjp(f, primals, [cotangent])
+        found.append(dict(zip(("out", "dx", "da", "db", "dm"), [out, *grads], strict=True)))
+    layer.update(dict(zip(("lora_a", "lora_b", "m"), primals[1:], strict=True)))
+    layer.eval()
+    found[0]["eval"], found[1]["eval"], exact["eval"] = layer(x), found[1]["out"], exact["out"]
+
+    def error(got, want):
+        got = np.array(got.astype(mx.float32), np.float64)
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    return {k: (error(found[0][k], want), error(found[1][k], want)) for k, want in exact.items()}
+
+
+def check(seed: int = 0) -> None:
+    """Every packing, dtype and path on this device against a float64 reference; exit 1 if one fails.
+
+    A figure is the relative error in the 2-norm; it may be twice that of the textbook layer in the
+    same dtype, and 1e-6 more in float32, where both are down to the order of summation. `eval` is the cached path, packed scales folded.
+    """
+    mx.random.seed(seed)
+    affine = [(g, b, "affine") for b in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)]
+    modes = [None, *affine, (32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
+    print(f"{'packing':<16}{'dtype':<10}{'tokens':>6}  " + "".join(f"{k:>18}" for k in QUANTITIES))
+    failed = 0
+    for how in modes:
+        for dtype in (mx.float32, mx.bfloat16, mx.float16):
+            for tokens in (1, 300):
+                errors, row = check_case(how, dtype, tokens), ""
+                floor = 1e-6 if dtype == mx.float32 else 0
+                for key in QUANTITIES:
+                    ours, theirs = errors[key]
+                    bad = not ours <= 2 * theirs + floor
+                    failed += bad
+                    row += f"{ours:>9.1e}/{theirs:.1e}{'!' if bad else ' '}"
+                name = "dense" if how is None else f"{how[2]} {how[1]}b g{how[0]}"
+                print(f"{name:<16}{str(dtype)[9:]:<10}{tokens:>6}  {row}")
+    print(f"{failed} failed, error of the layer / of the textbook layer, {mx.default_device()}")
+    sys.exit(1 if failed else 0)
+
+
+def bench(
+    rows: int = 4096, columns: int = 4096, rank: int = 8, bits: int = 4, dtype: str = "bfloat16"
+) -> None:
+    """Times one packed layer: base, this DoRA and the textbook DoRA, forward and forward + backward.
+
+    Median of 9 after 3 to warm up, compiled; the three take turns, so a busy machine slows all alike.
+    """
+    kind = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype)
+    if kind is None:
+        raise UserError(f"--dtype: got {dtype!r}, wanted float32, float16 or bfloat16")
+    linear = nn.Linear(columns, rows, bias=False)
+    linear.weight = (linear.weight).astype(kind)
+    how = (64, bits, "affine")
+    layer = AdaptedLinear(nn.QuantizedLinear.from_linear(linear, *how), rank, 20.0, 0.0, "dora")
+    packed = tensors(layer.linear)
+
+    def textbook(x, A, B, m):
+        return naive(x, dense(packed, how, x.dtype), A, B, m, 20.0)
+
+    def ours(x, A, B, m):
+        layer.update({"lora_a": A, "lora_b": B, "m": m})
+        return layer(x)
+
+    def base(x, *_):
+        return layer.linear(x)
+
+    P = [layer.lora_a, layer.lora_b, layer.m]
+    mx.eval(P, packed)
+    print(
+        f"{rows} x {columns}, {bits}-bit, rank {rank}, {dtype}, {mx.default_device()}, mlx {mx.__version__}"
+    )
+    print(
+        f"{'tokens':>7} {'pass':<9}{'base ms':>9}{'ours ms':>9}{'textbook':>9}{'ours/base':>11}{'textbook/ours':>15}"
+    )
+    for tokens in (1, 8, 64, 512, 2048):
+        x = mx.random.normal((tokens, columns)).astype(kind)
+        layer.train()
+        steps = [
+            mx.compile(mx.value_and_grad(lambda *a, f=f: f(*a).sum(), (0, 1, 2, 3)))
+            for f in (ours, textbook)
+        ]
+        both = mx.compile(mx.value_and_grad(lambda x: base(x).sum()))
+        row(tokens, "training", [lambda: both(x), *(lambda s=s: s(x, *P) for s in steps)])
+        layer.update(dict(zip(("lora_a", "lora_b", "m"), P, strict=True)))
+        layer.eval()
+        row(tokens, "eval", [lambda: base(x), lambda: layer(x), lambda: textbook(x, *P)])
+
+
+def row(tokens: int, name: str, functions: list[Callable]) -> None:
+    """Times functions in turns and prints one line of `bench`."""
+    times = [[] for _ in functions]
+    for n in range(12):
+        for f, t in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            mx.eval(f())
+            if n >= 3:
+                t.append(time.perf_counter() - start)
+    base, ours, theirs = (sorted(t)[len(t) // 2] * 1e3 for t in times)
+    print(
+        f"{tokens:>7} {name:<9}{base:>9.2f}{ours:>9.2f}{theirs:>9.2f}{ours / base:>11.2f}{theirs / ours:>15.2f}"
+    )
+
+
+if __name__ == "__main__":
+    cli({f.__name__: f for f in (info, check, bench)})

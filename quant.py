@@ -1,0 +1,1546 @@
+"""quant.py: load, quantize, convert, save and run a language model on MLX.
+
+One file, no other file of the suite needed. What it replaces: a library of a hundred model files. Here
+one decoder is written once and configured from the model's own config.json:
+
+    tokens (B, T) -> embed (B, T, D) -> N x [norm, attention, norm, gated MLP] -> norm -> logits (B, T, V)
+
+Families differ in data only (`FAMILIES`): which projections carry a bias, whether queries and keys are
+normed, which layers see a sliding window, which RoPE they use. Parameter paths are Hugging Face's, so
+checkpoints of theirs and of mlx-lm load unchanged and what is saved here loads there.
+
+Packed weights. A packed matrix W (O, I) is `weight` (O, I·bits/32) uint32 with `scales` and, in affine mode,
+`biases` (O, I/group): W = scale·code + bias. Other modes (mxfp4, mxfp8, nvfp4) have 8-bit float scales
+and no biases. `x Wᵀ` is taken straight from the packed form for few tokens, and through a dense copy that
+lives only during the product for many, where the device is faster so (`dense_pays`). Backward makes
+the dense copy again instead of keeping it: a resident copy would cost what packing saved.
+
+    python quant.py info MODEL
+    python quant.py generate MODEL --prompt "What is the capital of France?"
+    python quant.py quantize MODEL --save-path out --bits 4
+    python quant.py dequantize MODEL --save-path out
+    python quant.py convert FILE.gguf --save-path out
+
+MODEL is a folder, a Hugging Face hub id or a .gguf file.
+"""
+
+import dataclasses
+import difflib
+import errno
+import functools
+import inspect
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+MODES = {  # mode -> allowed bits, allowed group sizes, default (group size, bits)
+    "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128), (64, 4)),
+    "mxfp4": ((4,), (32,), (32, 4)),
+    "mxfp8": ((8,), (32,), (32, 8)),
+    "nvfp4": ((4,), (16,), (16, 4)),
+}
+SHARD_BYTES = 5 << 30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+# --- Command line ---------------------------------------------------------------------------------
+# The same text stands in every leaf, so that each can be copied alone; a test keeps the copies equal.
+
+
+class UserError(Exception):
+    """Something the user can put right: shown as one line, exit status 2."""
+
+
+def coerce(name: str, text: str, wanted: object) -> object:
+    """Turns the text of a flag into the type its annotation names; a union is tried from left to right."""
+    for kind in typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,):
+        low = text.lower()
+        if kind is bool and low in ("true", "false"):
+            return low == "true"
+        if kind is types.NoneType and low == "none":
+            return None
+        if kind is str:
+            return text
+        if typing.get_origin(kind) is list:
+            (item,) = typing.get_args(kind)
+            return [
+                coerce(name, part.strip(), item)
+                for part in text.strip("[]()").split(",")
+                if part.strip()
+            ]
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+    wanted = getattr(wanted, "__name__", None) or str(wanted)
+    raise UserError(f"--{name.replace('_', '-')}: got {text!r}, wanted {wanted}")
+
+
+def parse(function: typing.Callable, argv: list[str]) -> dict:
+    """Maps argv to keyword arguments of `function`, or raises UserError before anything has run."""
+    signature, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
+    names, values, words = list(signature), {}, list(argv)
+    free = [n for n in names if signature[n].kind is not inspect.Parameter.KEYWORD_ONLY]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            name = next((n for n in free if n not in values), None)
+            if name is None:
+                raise UserError(
+                    f"unexpected argument {word!r}; flags: --{', --'.join(names).replace('_', '-')}"
+                )
+            values[name] = coerce(name, word, hints[name])
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.5)
+            hint = f"did you mean --{near[0]}?" if near else f"flags: --{', --'.join(names)}"
+            raise UserError(f"unknown flag {word.partition('=')[0]}; {hint.replace('_', '-')}")
+        if not equals:
+            flag = hints[name] is bool or bool in typing.get_args(hints[name])
+            if (
+                words
+                and not words[0].startswith("--")
+                and (not flag or words[0].lower() in ("true", "false"))
+            ):
+                text = words.pop(0)
+            elif flag:
+                text = "true"
+            else:
+                raise UserError(f"--{name.replace('_', '-')} needs a value")
+        values[name] = coerce(name, text, hints[name])
+    for n, p in signature.items():
+        if p.default is inspect.Parameter.empty and n not in values:
+            raise UserError(f"missing {n.upper()}; try --help")
+    return values
+
+
+def show_help(function: typing.Callable) -> None:
+    """Prints the docstring and every flag with its default."""
+    print(inspect.cleandoc(function.__doc__ or ""), "\n\nFlags:")
+    for name, p in inspect.signature(function).parameters.items():
+        default = "required" if p.default is inspect.Parameter.empty else repr(p.default)
+        print(f"  --{name.replace('_', '-'):<26} {default}")
+
+
+def cli(commands: object, expand: typing.Callable | None = None, errors: tuple = ()) -> None:
+    """Runs a function, or one of a dict of functions, from the command line through Fire.
+
+    Fire calls the function first and complains about unknown flags afterwards, so flags are checked and
+    coerced here before. `expand(function, flags) -> flags` may add flags from elsewhere. UserError, OSError
+    and `errors` become one line on stderr and exit status 2; anything else keeps its traceback.
+    """
+    argv = sys.argv[1:]
+    try:
+        function = commands
+        if isinstance(commands, dict):
+            name = argv.pop(0) if argv and not argv[0].startswith("-") else None
+            if name not in commands:
+                print(inspect.cleandoc(sys.modules["__main__"].__doc__))
+                if name is None and ("--help" in argv or "-h" in argv):
+                    return
+                raise UserError(f"got command {name!r}, wanted one of: {', '.join(commands)}")
+            function = commands[name]
+        if "--help" in argv or "-h" in argv:
+            return show_help(function)
+        flags = parse(function, argv)
+        flags = expand(function, flags) if expand else flags
+        import fire
+
+        fire.Fire(function, command=[f"--{k}={v!r}" for k, v in flags.items()])
+    except BrokenPipeError:
+        os._exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UserError, OSError, *errors) as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# --- Products with packed weights -----------------------------------------------------------------
+
+
+def dense_pays(tokens: int, dtype: mx.Dtype) -> bool:
+    """Whether x Wᵀ for this many tokens is faster through a transient dense copy of a packed W.
+
+    Measured: Metal's packed product wins throughout; CUDA's loses from some 256 tokens on (H200, 4096 x 4096,
+    4-bit); the CPU backend's loses from 4 tokens on in float32 and always in half precision.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return tokens >= 4 or dtype != mx.float32
+    return tokens >= 256 and not mx.metal.is_available()
+
+
+@functools.cache
+def transient_product(group_size: int, bits: int, mode: str) -> typing.Callable:
+    """`f(x, weight, scales[, biases]) -> x Wᵀ` whose dense W lives in neither direction longer than its product.
+
+    In backward W must depend on the cotangent: otherwise mx.compile merges it with the forward's and keeps
+    the dense matrix from one to the other.
+    """
+
+    def dense(x, packed):
+        return mx.dequantize(
+            *packed, group_size=group_size, bits=bits, mode=mode, dtype=x.dtype
+        )  # (O, I)
+
+    @mx.custom_function
+    def product(x, *packed):
+        return x @ dense(x, packed).T
+
+    @product.vjp
+    def product_vjp(primals, cotangent, _):
+        x, *packed = primals
+        later = mx.depends(packed, [cotangent])
+        return cotangent @ dense(x, later), *(mx.zeros_like(p) for p in packed)
+
+    return product
+
+
+def packed_matmul(x: mx.array, layer: nn.Module) -> mx.array:
+    """x (..., I) times the transposed packed weight of `layer` -> (..., O), in x's dtype."""
+    packed = [layer[k] for k in ("weight", "scales", "biases") if layer.get(k) is not None]
+    how = dict(group_size=layer.group_size, bits=layer.bits, mode=layer.mode)
+    if dense_pays(x.size // x.shape[-1], x.dtype):
+        return transient_product(*how.values())(x, *packed)
+    return mx.quantized_matmul(x, *packed, transpose=True, **how).astype(x.dtype)
+
+
+class QuantizedLinear(nn.QuantizedLinear):
+    """mlx.nn's, with the faster of the two products and no dense copy kept for backward."""
+
+    def __call__(self, x):
+        y = packed_matmul(x, self)
+        return y + self.bias if "bias" in self else y
+
+
+class QuantizedEmbedding(nn.QuantizedEmbedding):
+    """mlx.nn's, with the faster product where it serves as the head."""
+
+    def as_linear(self, x):
+        return packed_matmul(x, self)
+
+
+class Linear(nn.Linear):
+    def to_quantized(self, group_size=None, bits=None, mode="affine", quantize_input=False):
+        return QuantizedLinear.from_linear(self, group_size, bits, mode)
+
+
+class Embedding(nn.Embedding):
+    def to_quantized(self, group_size=None, bits=None, mode="affine", quantize_input=False):
+        return QuantizedEmbedding.from_embedding(self, group_size, bits, mode)
+
+
+# --- The decoder ----------------------------------------------------------------------------------
+
+FAMILIES = {  # model_type -> what differs, as defaults for keys that config.json may not have
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True, "attention_bias": False, "max_position_embeddings": 32768},
+    "qwen3": {"qk_norm": True, "head_dim": 128, "max_position_embeddings": 32768},
+}
+
+
+@dataclasses.dataclass
+class Spec:
+    """What the decoder needs to know, read from a config.json (`Spec.read`)."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    vocab_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    qkv_bias: bool | None = None
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    windows: tuple = ()  # per layer: None, or how many positions attention looks back
+
+    rope: dict = dataclasses.field(
+        default_factory=dict
+    )  # rope_type, rope_theta and the type's own keys
+
+    @classmethod
+    def read(cls, config: dict) -> "Spec":
+        """Raises UserError for an unknown model_type, activation or RoPE type and for missing keys."""
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            raise UserError(
+                f"unsupported model_type {kind!r}; supported: {', '.join(sorted(FAMILIES))}"
+            )
+        known = {f.name for f in dataclasses.fields(cls)} - {"windows", "rope"}
+        given = {k: v for k, v in config.items() if k in known and v is not None}
+        needed = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.default is f.default_factory is dataclasses.MISSING
+        ]
+        if missing := [k for k in needed if k not in given]:
+            raise UserError(f"config.json lacks {', '.join(missing)}")
+        if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise UserError(f"unsupported hidden_act {act!r}; wanted silu")
+        spec = cls(**{**FAMILIES[kind], **given})
+        spec.num_key_value_heads = spec.num_key_value_heads or spec.num_attention_heads
+        spec.head_dim = spec.head_dim or spec.hidden_size // spec.num_attention_heads
+        spec.qkv_bias = spec.attention_bias if spec.qkv_bias is None else spec.qkv_bias
+        spec.windows = cls._windows(config, spec.num_hidden_layers)
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+        spec.rope = {**scaling, "rope_theta": theta}
+        spec.rope["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
+        if partial := scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor"):
+            if partial != 1:
+                raise UserError(f"unsupported partial_rotary_factor {partial}")
+        return spec
+
+    @staticmethod
+    def _windows(config: dict, layers: int) -> tuple:
+        window = config.get("sliding_window")
+        if kinds := config.get("layer_types"):
+            if odd := set(kinds) - {"full_attention", "sliding_attention"}:
+                raise UserError(f"unsupported layer_types: {', '.join(sorted(odd))}")
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        if config["model_type"] in ("qwen2", "qwen3"):
+            first = (
+                config.get("max_window_layers", 0) if config.get("use_sliding_window") else layers
+            )
+            return tuple(window if i >= first else None for i in range(layers))
+        return (window,) * layers if config["model_type"] == "mistral" else (None,) * layers
+
+
+def rope_frequencies(rope: dict, dims: int, max_positions: int) -> tuple:
+    """The wavelengths of RoPE in float64: (freqs (dims/2,), or a function of the length, and the attention factor).
+
+    Position p turns pair i by p / freqs[i]. Types and formulas as in Hugging Face's modeling_rope_utils: default,
+    linear, dynamic (NTK), llama3, yarn (Peng et al. 2023), longrope (Ding et al. 2024).
+
+    Raises:
+        UserError: on any other type, by name, and when the type's own keys are missing.
+    """
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    base = theta ** (np.arange(0, dims, 2) / dims)
+    try:
+        if kind == "default":
+            return base, 1.0
+        factor = rope.get("factor")
+        original = rope.get("original_max_position_embeddings") or max_positions
+        if kind == "longrope":
+            return _longrope(rope, base, factor, original, max_positions)
+        if factor is None:
+            raise KeyError("factor")
+        if kind == "linear":
+            return base * factor, 1.0
+        if kind == "dynamic":
+
+            def dynamic(length):
+                grown = max(length, original)
+                stretch = (factor * grown / original - (factor - 1)) ** (dims / (dims - 2))
+                return (theta * stretch) ** (np.arange(0, dims, 2) / dims)
+
+            return dynamic, 1.0
+        if kind == "llama3":
+            low, high = original / rope["low_freq_factor"], original / rope["high_freq_factor"]
+            wave = 2 * np.pi * base
+            smooth = (original / wave - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            middle = base / ((1 - smooth) / factor + smooth)
+            return np.where(wave > low, base * factor, np.where(wave < high, base, middle)), 1.0
+        if kind == "yarn":
+            return _yarn(rope, base, factor, original, dims)
+    except KeyError as error:
+        raise UserError(
+            f"rope type {kind!r} needs {error} in rope_scaling; got {sorted(rope)}"
+        ) from None
+    known = "default, linear, dynamic, llama3, yarn, longrope"
+    raise UserError(f"unsupported rope type {kind!r}; supported: {known}")
+
+
+def _longrope(rope, base, factor, original, max_positions):
+    original = rope.get("original_max_position_embeddings") or original
+    factor = factor or max_positions / original
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = np.array(rope["short_factor"]) * base, np.array(rope["long_factor"]) * base
+    return (lambda length: long if length > original else short), rope.get(
+        "attention_factor"
+    ) or default
+
+
+def _yarn(rope, base, factor, original, dims):
+    def pair_of(rotations):  # the pair that turns this often within the original context
+        return (
+            dims
+            * math.log(original / (rotations * 2 * math.pi))
+            / (2 * math.log(rope["rope_theta"]))
+        )
+
+    def mscale(weight):
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low = max(math.floor(pair_of(rope.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(pair_of(rope.get("beta_slow") or 1)), dims - 1)
+    ramp = np.clip(
+        (np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1
+    )  # 0: keep, 1: interpolate
+    attention = rope.get("attention_factor")
+    if attention is None:
+        both = rope.get("mscale") and rope.get("mscale_all_dim")
+        attention = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"]) if both else mscale(1.0)
+    return 1 / (ramp / (factor * base) + (1 - ramp) / base), attention
+
+
+class RoPE(nn.Module):
+    """Rotary position embedding of x (B, heads, T, dims), rotate-half layout, every scaling in one place."""
+
+    def __init__(self, rope: dict, dims: int, max_positions: int):
+        super().__init__()
+        self.dims = dims
+        freqs, self.factor = rope_frequencies(rope, dims, max_positions)
+        self.freqs_at = freqs if callable(freqs) else None
+        self._freqs = None if callable(freqs) else mx.array(freqs.astype(np.float32))
+
+    def __call__(self, x, offset: int = 0):
+        freqs = self._freqs
+        if self.freqs_at:
+            freqs = mx.array(self.freqs_at(offset + x.shape[-2]).astype(np.float32))
+        if self.factor != 1.0:
+            x = x * mx.array(self.factor, x.dtype)
+        return mx.fast.rope(
+            x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=freqs
+        )
+
+
+class KVCache:
+    """Keys and values of one layer (B, heads, positions, dims); with a window, only as many as it can see."""
+
+    def __init__(self, window: int | None = None):
+        self.window, self.offset, self.keys, self.values = window, 0, None, None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        T, self.offset = keys.shape[2], self.offset + keys.shape[2]
+        if self.window:
+            if self.keys is not None:
+                keep = min(self.window - 1, self.keys.shape[2])
+                keys = mx.concatenate([self.keys[:, :, self.keys.shape[2] - keep :], keys], axis=2)
+                values = mx.concatenate(
+                    [self.values[:, :, self.values.shape[2] - keep :], values], axis=2
+                )
+            self.keys, self.values = keys, values
+            return keys, values
+        if self.keys is None or self.offset > self.keys.shape[2]:
+            B, H, _, D = keys.shape
+            room = mx.zeros((B, H, -(-T // 256) * 256, D), keys.dtype)
+            start = self.offset - T
+            old = [] if self.keys is None else [self.keys[:, :, :start], self.values[:, :, :start]]
+            self.keys = mx.concatenate([*old[:1], room], axis=2)
+            self.values = mx.concatenate([*old[1:], room], axis=2)
+        self.keys[:, :, self.offset - T : self.offset] = keys
+        self.values[:, :, self.offset - T : self.offset] = values
+        return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
+
+    def mask(self, T: int) -> mx.array | str | None:
+        return attention_mask(
+            T, self.window, min(self.offset, self.window - 1) if self.window else self.offset
+        )
+
+
+def attention_mask(T: int, window: int | None, seen: int = 0) -> mx.array | str | None:
+    """Causal mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen + T)."""
+    if window is None or seen + T <= window:
+        return None if T == 1 else "causal"
+    query, key = mx.arange(seen, seen + T)[:, None], mx.arange(seen + T)[None]
+    return (key <= query) & (key > query - window)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: Spec, rope: RoPE):
+        super().__init__()
+        D, self.head_dim = spec.hidden_size, spec.head_dim
+        heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+        self.q_proj = Linear(D, heads * self.head_dim, bias=spec.qkv_bias)
+        self.k_proj = Linear(D, kv_heads * self.head_dim, bias=spec.qkv_bias)
+        self.v_proj = Linear(D, kv_heads * self.head_dim, bias=spec.qkv_bias)
+        self.o_proj = Linear(heads * self.head_dim, D, bias=spec.attention_bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, spec.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, spec.rms_norm_eps)
+        self.rope = rope
+
+    def __call__(self, x, mask, cache: KVCache | None = None):
+        B, T, _ = x.shape
+        q, k, v = (
+            p(x).reshape(B, T, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if "q_norm" in self:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (a.transpose(0, 2, 1, 3) for a in (q, k, v))  # (B, heads, T, head_dim)
+        offset = cache.offset if cache else 0
+        q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5, mask=mask)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: Spec):
+        super().__init__()
+        D, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_proj = Linear(D, inner, bias=spec.mlp_bias)
+        self.up_proj = Linear(D, inner, bias=spec.mlp_bias)
+        self.down_proj = Linear(inner, D, bias=spec.mlp_bias)
+
+    def __call__(self, x):
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, spec: Spec, window: int | None, rope: RoPE):
+        super().__init__()
+        self.window = window
+        self.self_attn, self.mlp = Attention(spec, rope), MLP(spec)
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def __call__(self, x, mask, cache=None):
+        h = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Stack(nn.Module):
+    """Everything below the head; exists because parameter paths begin with `model.`"""
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        rope = RoPE(spec.rope, spec.head_dim, spec.max_position_embeddings)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = [Block(spec, window, rope) for window in spec.windows]
+        self.norm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """The decoder: `model(tokens (B, T), cache=None) -> logits (B, T, V)`.
+
+    `hidden` and `head` are its two halves, so that a loss can go without all the logits. With `checkpoint` set,
+    training keeps only each layer's input and computes the rest again in backward.
+    """
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        self.spec, self.checkpoint = spec, False
+        self.model = Stack(spec)
+        if not spec.tie_word_embeddings:
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    @property
+    def layers(self) -> list:
+        return self.model.layers
+
+    def hidden(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+        """tokens (B, T) -> the last layer's normed output (B, T, D)."""
+        T, masks = tokens.shape[1], {}
+        h = self.model.embed_tokens(tokens).astype(self.model.norm.weight.dtype)
+        for i, layer in enumerate(self.layers):
+            if layer.window not in masks:
+                masks[layer.window] = cache[i].mask(T) if cache else attention_mask(T, layer.window)
+            mask = masks[layer.window]
+            if self.checkpoint and self.training:
+                h = checkpointed(layer, h, mask)
+            else:
+                h = layer(h, mask, cache[i] if cache else None)
+        return self.model.norm(h)
+
+    def head(self, h: mx.array) -> mx.array:
+        """h (..., D) -> logits (..., V)."""
+        return (
+            self.model.embed_tokens.as_linear(h)
+            if self.spec.tie_word_embeddings
+            else self.lm_head(h)
+        )
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+        return self.head(self.hidden(tokens, cache))
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache(layer.window) for layer in self.layers]
+
+
+def checkpointed(layer: nn.Module, h: mx.array, mask) -> mx.array:
+    """layer(h, mask), recomputed in backward. Trainable parameters go in as arguments, else they get no gradient."""
+
+    def run(parameters, h):
+        layer.update(parameters)
+        return layer(h, mask)
+
+    return mx.checkpoint(run)(layer.trainable_parameters(), h)
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+def load(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]:
+    """Loads a model for use.
+
+    Args:
+        path: a folder (config.json, *.safetensors, tokenizer files), a hub id, or a .gguf file.
+        dtype: None keeps what the file has; a name from `DTYPES` converts; "auto" keeps it on a GPU and takes float32
+            on the CPU, whose half precision is 20 to 50 times slower.
+
+    Returns:
+        The model in evaluation mode with lazy weights, the tokenizer, and config.json as a dict.
+
+    Raises:
+        UserError: whatever is missing, foreign or does not fit, named with both shapes where there are two.
+    """
+    if dtype == "auto":
+        dtype = "float32" if mx.default_device().type == mx.DeviceType.cpu else None
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}")
+    folder = find(path)
+    if folder.suffix == ".gguf":
+        weights, config, tokenizer = read_gguf(folder)
+    else:
+        config = read_config(folder)
+        weights, tokenizer = read_weights(folder), None
+    model, config = build(config, weights, str(path))
+    if dtype:
+        cast(model, DTYPES[dtype])
+    return model, tokenizer or Tokenizer.from_folder(folder, config), config
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Converts every floating parameter, scales and biases of packed weights included."""
+    floats = (mx.float32, mx.float16, mx.bfloat16)
+    model.update(
+        tree_map(lambda a: a.astype(dtype) if a.dtype in floats else a, model.parameters())
+    )
+
+
+def find(path: str) -> Path:
+    """The local folder or .gguf file that `path` names, downloaded through the hub's cache if it is a hub id."""
+    local = Path(path).expanduser()
+    if local.is_file() and local.suffix != ".gguf":
+        raise UserError(f"{path}: got a file, wanted a folder, a .gguf file or a hub id")
+    if local.exists():
+        return local
+    parts = str(path).split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~") or local.suffix == ".gguf":
+        raise UserError(f"{path}: no such folder or file, and not a hub id (org/name)")
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
+    except (OSError, ValueError, HFValidationError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path}: no such folder, and the hub did not give it: {first}") from None
+    except (
+        Exception
+    ) as error:  # the hub's client raises its HTTP library's own errors when there is no network
+        if type(error).__module__.split(".")[0] not in ("httpx", "httpcore", "requests", "urllib3"):
+            raise
+        raise UserError(f"{path}: no such folder, and the hub cannot be reached: {error}") from None
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent}: no {path.name} in it") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+
+
+def read_config(folder: Path) -> dict:
+    """config.json with `text_config` flattened and `quantization` checked to be MLX's own."""
+    config = read_json(folder / "config.json")
+    if isinstance(text := config.get("text_config"), dict):
+        config = {**{k: v for k, v in config.items() if k != "text_config"}, **text}
+    theirs = config.get("quantization_config") or {}
+    if "quantization" not in config and theirs:
+        if method := theirs.get("quant_method"):
+            how = f" (format {theirs['format']})" if theirs.get("format") else ""
+            raise UserError(
+                f"{folder}: packed by {method!r}{how}, which MLX cannot read; use the original or an MLX conversion"
+            )
+        config["quantization"] = theirs
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of the folder's *.safetensors, lazily. A truncated file is found here, not in mid-use."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
+    files = [folder / n for n in names] if names else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no *.safetensors in it")
+    weights = {}
+    for file in files:
+        if not file.exists():
+            raise UserError(f"{file}: named in {index.name} but not there")
+        try:
+            with safe_open(file, "np"):
+                pass
+            weights.update(mx.load(str(file)))
+        except (SafetensorError, RuntimeError) as error:
+            raise UserError(f"{file}: damaged or cut short: {error}") from None
+    return weights
+
+
+def text_weights(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
+    """Keeps the text model's tensors of a multimodal checkpoint, under a text model's names; lists the rest."""
+    kept, ignored = {}, []
+    wrapped = any("language_model." in k for k in weights)
+    for name, array in weights.items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        plain = name.replace("model.language_model.", "model.").replace("language_model.", "")
+        if wrapped and plain == name and not name.startswith("lm_head."):
+            ignored.append(name)
+        else:
+            kept[plain] = array
+    return kept, ignored
+
+
+def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model, dict]:
+    """The model for `config` holding `weights`; `where` names the source in errors."""
+    weights, ignored = text_weights(weights)
+    if ignored:
+        print(
+            f"{where}: ignoring {len(ignored)} tensors that are not of the text model",
+            file=sys.stderr,
+        )
+    config = {
+        **config,
+        "tie_word_embeddings": settle_head(config.get("tie_word_embeddings"), weights, where),
+    }
+    model = Model(Spec.read(config))
+    packing = config.get("quantization") or {}
+    overrides = {
+        k.replace("language_model.", ""): v
+        for k, v in packing.items()
+        if isinstance(v, dict | bool)
+    }
+    default = {k: packing[k] for k in ("group_size", "bits", "mode") if k in packing}
+
+    def how(path, module):
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        choice = overrides.get(path, default) or default
+        if not choice:
+            raise UserError(
+                f"{where}: {path} is packed but config.json has no `quantization` that says how"
+            )
+        return check_packing(
+            **{**choice, "where": f"{where}: {path}", "width": module.weight.shape[-1]}
+        )
+
+    nn.quantize(model, class_predicate=how)
+    expected = dict(tree_flatten(model.parameters()))
+    problems = [
+        f"  {k}: not a parameter of this model, {a.shape}"
+        for k, a in weights.items()
+        if k not in expected
+    ]
+    for name, want in expected.items():
+        if name not in weights:
+            problems.append(f"  {name}: missing, wanted {want.shape}")
+        elif weights[name].shape != want.shape:
+            problems.append(f"  {name}: got {weights[name].shape}, wanted {want.shape}")
+    if problems:
+        raise UserError(
+            f"{where}: {len(problems)} tensors do not fit its config.json:\n" + "\n".join(problems)
+        )
+    model.update(tree_unflatten(list(weights.items())))
+    model.freeze()
+    model.eval()
+    return model, config
+
+
+def settle_head(tied: bool | None, weights: dict[str, mx.array], where: str) -> bool:
+    """Whether the head is the embedding, by flag and by file; drops a head that only repeats the embedding."""
+    head = [k for k in weights if k.startswith("lm_head.")]
+    if tied is False and not head:
+        raise UserError(f"{where}: tie_word_embeddings is false but there is no lm_head tensor")
+    if not tied:
+        return not head
+    for name in head:
+        twin = weights.get(name.replace("lm_head.", "model.embed_tokens."))
+        if (
+            twin is None
+            or twin.shape != weights[name].shape
+            or not mx.array_equal(twin, weights[name])
+        ):
+            raise UserError(
+                f"{where}: tie_word_embeddings is true but {name} differs from the embedding"
+            )
+        del weights[name]
+    return True
+
+
+def check_packing(group_size=None, bits=None, mode="affine", where="", width=None) -> dict:
+    """{group_size, bits, mode} with defaults filled in, or UserError with what the mode allows."""
+    if mode not in MODES:
+        raise UserError(f"{where or '--mode'}: got {mode!r}, wanted one of {', '.join(MODES)}")
+    all_bits, groups, (group, few) = MODES[mode]
+    group_size, bits = group_size or group, bits or few
+    for name, got, allowed in (("bits", bits, all_bits), ("group size", group_size, groups)):
+        if got not in allowed:
+            raise UserError(
+                f"{where or mode}: {name} got {got}, wanted one of {allowed} for {mode}"
+            )
+    if width is not None and width % group_size:
+        raise UserError(f"{where}: group size {group_size} does not divide its width {width}")
+    return {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+# --- Tokenizer ------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with what the model's files say about BOS, EOS and chat.
+
+    Attributes:
+        eos_ids: ids that end a generation; `eos_id` is the one to train on, None if the model has none.
+        files: file name -> bytes, what a saved model must carry along unchanged.
+    """
+
+    def __init__(self, files: dict[str, bytes], config: dict):
+        from tokenizers import Tokenizer as Core
+
+        self.files = files
+        parts = {
+            n: json.loads(files.get(n, b"{}"))
+            for n in ("tokenizer_config.json", "generation_config.json")
+        }
+        self.settings, generation = parts.values()
+        self.core = Core.from_str(files["tokenizer.json"].decode())
+        self.core.no_padding(), self.core.no_truncation()
+        text = {
+            k: v["content"] if isinstance(v, dict) else v
+            for k, v in self.settings.items()
+            if k.endswith("_token")
+        }
+        self.special = {
+            k: v for k, v in text.items() if isinstance(v, str)
+        }  # bos_token -> "<s>", ...
+        self.bos_id, self.eos_id = (
+            self.token_id(self.special.get(k)) for k in ("bos_token", "eos_token")
+        )
+        listed = generation.get("eos_token_id", config.get("eos_token_id"))
+        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        self.eos_id = listed[0] if self.eos_id is None and listed else self.eos_id
+        self.eos_ids = set(listed) | ({self.eos_id} - {None})
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: dict) -> "Tokenizer":
+        files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).exists()}
+        if "tokenizer.json" not in files:
+            raise UserError(f"{folder}: no tokenizer.json in it")
+        try:
+            return cls(files, config)
+        except ValueError as error:
+            raise UserError(f"{folder}: a tokenizer file is not valid JSON: {error}") from None
+
+    def token_id(self, text: str | None) -> int | None:
+        return None if text is None else self.core.token_to_id(text)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids; with `special`, BOS and EOS are added as the model's files say, BOS never twice."""
+        adds = self.settings.get("add_bos_token")  # where present it outranks tokenizer.json
+        ids = self.core.encode(text, add_special_tokens=special and adds is not False).ids
+        if special and self.bos_id is not None:
+            while ids[:2] == [self.bos_id] * 2:
+                del ids[0]
+            if adds and ids[:1] != [self.bos_id]:
+                ids.insert(0, self.bos_id)
+        if special and self.settings.get("add_eos_token") and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        return self.core.decode(list(ids), skip_special_tokens=not special)
+
+    @property
+    def template(self) -> str | None:
+        """The chat template's source: chat_template.jinja, else tokenizer_config.json's (a text or a named list)."""
+        if file := self.files.get("chat_template.jinja"):
+            return file.decode()
+        found = self.settings.get("chat_template")
+        if found is None and (file := self.files.get("chat_template.json")):
+            found = json.loads(file).get("chat_template")
+        if isinstance(found, list):
+            return {t["name"]: t["template"] for t in found}.get("default")
+        return found
+
+    def chat(self, messages: list[dict], tools: list | None = None, reply: bool = False) -> str:
+        """The conversation as text by the model's template, with the assistant's header at the end if `reply`.
+
+        Raises:
+            UserError: no template, jinja2 not installed, or the template's own refusal.
+        """
+        if (source := self.template) is None:
+            raise UserError(
+                "this model has no chat template; use plain text, or give it a chat_template.jinja"
+            )
+        template = compile_template(source)
+        try:
+            return template.render(
+                messages=messages, tools=tools, add_generation_prompt=reply, **self.special
+            )
+        except Exception as error:  # whatever the template or a value in it raises
+            roles = "/".join(str(m.get("role")) for m in messages)
+            raise UserError(f"the chat template refuses {roles}: {error}") from None
+
+
+@functools.cache
+def compile_template(source: str):
+    """A chat template in jinja2's immutable sandbox, with the few helpers that templates expect."""
+    try:
+        import jinja2
+        from jinja2 import ext, sandbox
+    except ImportError:
+        raise UserError("chat templates need jinja2: pip install 'mlx-dora[chat]'") from None
+
+    class Generation(
+        ext.Extension
+    ):  # {% generation %} marks assistant text for some trainers: keep what it holds
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, indent=None, **_):
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    extensions = [ext.loopcontrols, Generation]
+    env = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    env.filters["tojson"] = tojson
+    env.globals.update(raise_exception=refuse, strftime_now=time.strftime)
+    try:
+        return env.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template does not compile: {error}") from None
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+GGUF_TENSORS = {  # llama.cpp's names below blk.N. -> ours below model.layers.N.
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GGUF_SPLITS = {  # tokenizer.ggml.pre -> the regular expression before byte-level BPE; None: digits, then GPT-2's
+    "smollm": None,
+    "llama-bpe": WORDS % "{1,3}",
+    "llama3": WORDS % "{1,3}",
+    "qwen2": WORDS % "",
+    "deepseek-r1-qwen": WORDS % "",
+    "gpt-2": "",
+    "default": "",
+}
+
+
+def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
+    """Weights, config and tokenizer of a GGUF file, Q4_0, Q4_1 and Q8_0 staying packed as they are.
+
+    llama.cpp stores q and k of `llama` models with each head's two RoPE halves interleaved; a row of W is a row of its
+    packed form, so undoing it moves packed rows and requantizes nothing.
+    """
+    try:
+        arrays, meta = mx.load(str(path), return_metadata=True)
+    except RuntimeError as error:
+        raise UserError(f"{path}: not a readable GGUF file: {error}") from None
+    meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in meta.items()}
+    arch = meta.get("general.architecture")
+    if arch not in ("llama", "qwen2", "qwen3"):
+        raise UserError(
+            f"{path}: unsupported GGUF architecture {arch!r}; supported: llama, qwen2, qwen3"
+        )
+    if any(".ffn_gate_exps" in k or ".ffn_gate_inp" in k for k in arrays):
+        raise UserError(f"{path}: mixture-of-experts GGUF files are not supported")
+    config = gguf_config(meta, arch, arrays.pop("rope_freqs.weight", None), path)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    weights, halves = {}, (mx.float16, mx.bfloat16)
+    storage = next(
+        (
+            a.dtype
+            for k, a in arrays.items()
+            if k.endswith((".scales", "_q.weight")) and a.dtype in halves
+        ),
+        None,
+    )
+    for name, array in arrays.items():
+        stem, _, leaf = name.rpartition(".")
+        where, _, kind = stem.rpartition(".")
+        ours = GGUF_TENSORS.get(kind) if where else GGUF_TOP.get(kind)
+        if ours is None:
+            raise UserError(f"{path}: unknown tensor {name} {array.shape}")
+        if arch == "llama" and kind in ("attn_q", "attn_k"):
+            rows = array.reshape(heads[ours[-6:]], -1, 2, *array.shape[1:])  # (heads, half, 2, ...)
+            array = rows.swapaxes(1, 2).reshape(array.shape)
+        if (
+            storage and array.dtype == mx.float32
+        ):  # norms and biases: as wide as the rest, else all is promoted
+            array = array.astype(storage)
+        weights[
+            f"{where.replace('blk', 'model.layers')}.{ours}.{leaf}" if where else f"{ours}.{leaf}"
+        ] = array
+    config["quantization"] = gguf_packing(weights)
+    if not config["quantization"]:
+        del config["quantization"]
+    config["tie_word_embeddings"] = "lm_head.weight" not in weights
+    return weights, config, gguf_tokenizer(meta, config, path)
+
+
+def gguf_packing(weights: dict[str, mx.array]) -> dict:
+    """MLX's `quantization` for tensors packed in groups of 32: the commonest bits, with the others as overrides."""
+    scales = {k[:-7]: a for k, a in weights.items() if k.endswith(".scales")}
+    bits = {
+        k: weights[f"{k}.weight"].shape[-1] * 32 // (a.shape[-1] * 32) for k, a in scales.items()
+    }
+    if not bits:
+        return {}
+    common = max(set(bits.values()), key=list(bits.values()).count)
+    packing = {"group_size": 32, "bits": common, "mode": "affine"}
+    return packing | {
+        k: {"group_size": 32, "bits": b, "mode": "affine"} for k, b in bits.items() if b != common
+    }
+
+
+def gguf_config(meta: dict, arch: str, factors: mx.array | None, path: Path) -> dict:
+    """config.json from GGUF metadata."""
+
+    def get(key, default=None):
+        return meta.get(f"{arch}.{key}", default)
+
+    try:
+        config = {
+            "model_type": arch,
+            "hidden_size": get("embedding_length"),
+            "num_hidden_layers": get("block_count"),
+            "intermediate_size": get("feed_forward_length"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv", get("attention.head_count")),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": get("context_length"),
+            "rope_theta": get("rope.freq_base", 10000.0),
+            "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+            "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+        }
+    except KeyError as error:
+        raise UserError(f"{path}: GGUF metadata lacks {error}") from None
+    if missing := [k for k, v in config.items() if v is None and not k.endswith("token_id")]:
+        raise UserError(f"{path}: GGUF metadata lacks what gives {', '.join(missing)}")
+    config["head_dim"] = (
+        get("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
+    )
+    if window := get("attention.sliding_window"):
+        config |= {"model_type": "mistral", "sliding_window": window}
+    kind, factor = get("rope.scaling.type"), get("rope.scaling.factor")
+    if kind in ("linear", "yarn"):
+        config["rope_scaling"] = {"rope_type": kind, "factor": factor}
+        if original := get("rope.scaling.original_context_length"):
+            config["rope_scaling"]["original_max_position_embeddings"] = original
+    if (
+        factors is not None
+    ):  # Llama 3's scaling, stored as its result; find the factor that gives it
+        rope = {
+            "rope_type": "llama3",
+            "factor": factors.max().item(),
+            "original_max_position_embeddings": 8192,
+        }
+        rope |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "rope_theta": config["rope_theta"],
+        }
+        dims = config["head_dim"]
+        wanted, _ = rope_frequencies(rope, dims, 8192)
+        base, _ = rope_frequencies({**rope, "rope_type": "default"}, dims, 8192)
+        if not np.allclose(wanted / base, np.array(factors), rtol=1e-3):
+            raise UserError(
+                f"{path}: its rope_freqs are not Llama 3's; convert the original checkpoint instead"
+            )
+        config["rope_scaling"] = rope
+    return {k: v for k, v in config.items() if v is not None}
+
+
+def gguf_tokenizer(meta: dict, config: dict, path: Path) -> Tokenizer:
+    """Rebuilds tokenizer.json and tokenizer_config.json from GGUF metadata."""
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex
+    from tokenizers import Tokenizer as Core
+
+    def get(key, default=None):
+        return meta.get(f"tokenizer.ggml.{key}", default)
+
+    tokens, kinds = meta["tokenizer.ggml.tokens"], get("token_type") or []
+    vocab = {t: i for i, t in enumerate(tokens)}
+    if get("model") == "gpt2":
+        pre = get("pre", "default")
+        if pre not in GGUF_SPLITS:
+            raise UserError(
+                f"{path}: unsupported pre-tokenizer {pre!r}; supported: {', '.join(GGUF_SPLITS)}"
+            )
+        merges = [tuple(m.split(" ", 1)) for m in get("merges", [])]
+        core = Core(models.BPE(vocab, merges, ignore_merges=pre.startswith("llama")))
+        split = GGUF_SPLITS[pre]
+        first = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
+        first += [pre_tokenizers.Digits(individual_digits=True)] if split is None else []
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
+        core.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+        core.decoder = decoders.ByteLevel()
+        if "qwen" in pre:
+            core.normalizer = normalizers.NFC()
+    elif get("model") == "llama":
+        core = Core(
+            models.BPE(
+                vocab,
+                spm_merges(tokens, get("scores")),
+                unk_token="<unk>",
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        prefix = [normalizers.Prepend("\u2581")] if get("add_space_prefix", True) else []
+        core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
+        strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+        plain = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        core.decoder = decoders.Sequence([*plain, *strip])
+    else:
+        raise UserError(
+            f"{path}: unsupported tokenizer model {get('model')!r}; supported: gpt2, llama"
+        )
+    added = [
+        AddedToken(t, special=k == 3, normalized=False)
+        for t, k in zip(tokens, kinds, strict=False)
+        if k in (3, 4)
+    ]
+    core.add_tokens(added)
+    core.add_special_tokens([t for t in added if t.special])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        if (i := get(f"{key}_token_id")) is not None:
+            settings[f"{name}_token"] = tokens[i]
+    settings["add_bos_token"] = bool(get("add_bos_token", get("model") == "llama"))
+    settings["add_eos_token"] = bool(get("add_eos_token", False))
+    if template := meta.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    settings["model_max_length"] = config["max_position_embeddings"]
+    files = {
+        "tokenizer.json": core.to_str(),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False),
+    }
+    return Tokenizer({k: v.encode() for k, v in files.items()}, config)
+
+
+def spm_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """BPE merges of a SentencePiece vocabulary: every split of a piece into two pieces, best-scored piece first."""
+    rank = {t: (-s, i) for i, (t, s) in enumerate(zip(tokens, scores, strict=True))}
+    found = []
+    for piece in tokens:
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        good = sorted((rank[a], rank[b], a, b) for a, b in splits if a in rank and b in rank)
+        found += [(rank[piece], n, a, b) for n, (_, _, a, b) in enumerate(good)]
+    return [(a, b) for _, _, a, b in sorted(found)]
+
+
+# --- Saving ---------------------------------------------------------------------------------------
+
+
+class Output:
+    """A folder that appears whole or not at all: written under a temporary name beside it, fsynced, renamed.
+
+        with Output("fused_model") as folder: ...
+
+    Raises:
+        UserError: at once if the target exists or cannot be written, so that no work is lost later.
+    """
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        if self.path.exists():
+            raise UserError(f"{self.path} exists; give another --save-path or remove it")
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+        return self.temporary
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            for file in self.temporary.iterdir():
+                sync(file)
+            self.temporary.rename(self.path)
+            sync(self.path.parent)
+        else:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Forces a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_tensors(
+    path: Path, weights: dict[str, mx.array], metadata: dict[str, str] | None = None
+) -> None:
+    """mx.save_safetensors with a full disk reported as OSError."""
+    try:
+        mx.save_safetensors(str(path), weights, metadata or {"format": "mlx"})
+    except RuntimeError as error:
+        if "write" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(path)) from None
+
+
+def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: Tokenizer) -> None:
+    """Writes a model folder that this suite and mlx-lm load: shards of 5 GB at most, config, tokenizer files.
+
+    `weights` is emptied shard by shard, so lazy arrays take memory for one shard at a time.
+    """
+    shards, size = [[]], 0
+    for name, array in weights.items():
+        if shards[-1] and size + array.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += array.nbytes
+    total = sum(a.nbytes for a in weights.values())
+    where = {}
+    for n, names in enumerate(shards, 1):
+        file = (
+            f"model-{n:05d}-of-{len(shards):05d}.safetensors"
+            if len(shards) > 1
+            else "model.safetensors"
+        )
+        save_tensors(folder / file, {name: weights.pop(name) for name in names})
+        where |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    if "quantization" in config:  # mlx-lm writes both keys, and other tools look for the second
+        config = {**config, "quantization_config": config["quantization"]}
+    else:
+        config = {k: v for k, v in config.items() if k != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+
+
+def save_model(folder: Path, model: Model, config: dict, tokenizer: Tokenizer) -> None:
+    """`save` for a model, which is left without its weights."""
+    weights = dict(tree_flatten(model.parameters()))
+    model.update(tree_map(lambda a: mx.zeros(()), model.parameters()), strict=False)
+    save(folder, weights, config, tokenizer)
+
+
+def pack(
+    model: Model, config: dict, group_size: int, bits: int, mode: str
+) -> tuple[dict, list[str]]:
+    """Quantizes every layer whose width the group divides; the rest stays dense, in config["quantization"] as false."""
+    default = check_packing(group_size, bits, mode)
+    layers = {p: m for p, m in model.named_modules() if hasattr(m, "to_quantized")}
+    skipped = sorted(p for p, m in layers.items() if m.weight.shape[-1] % default["group_size"])
+    if len(skipped) == len(layers):
+        widths = sorted({m.weight.shape[-1] for m in layers.values()})
+        raise UserError(
+            f"group size {default['group_size']} divides no layer's width; widths: {widths}"
+        )
+    nn.quantize(model, **default, class_predicate=lambda p, m: p in layers and p not in skipped)
+    return {**config, "quantization": default | dict.fromkeys(skipped, False)}, skipped
+
+
+def unpack(model: Model, config: dict) -> dict:
+    """Replaces packed layers by dense ones in the model's floating dtype; returns the config without quantization."""
+    dtype, dense = model.model.norm.weight.dtype, []
+    for path, layer in model.named_modules():
+        if "scales" not in layer:
+            continue
+        how = dict(group_size=layer.group_size, bits=layer.bits, mode=layer.mode, dtype=dtype)
+        new = (
+            Embedding(1, 1)
+            if isinstance(layer, nn.QuantizedEmbedding)
+            else Linear(1, 1, bias="bias" in layer)
+        )
+        new.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
+        if "bias" in layer:
+            new.bias = layer.bias
+        dense.append((path, new))
+    model.update_modules(tree_unflatten(dense))
+    return {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+
+
+# --- Generating -----------------------------------------------------------------------------------
+
+
+def sample(logits: mx.array, temperature: float, top_p: float) -> mx.array:
+    """logits (B, V) -> token ids (B,): the likeliest at temperature 0, else drawn from the nucleus of mass top_p."""
+    if temperature == 0:
+        return mx.argmax(logits, axis=-1)
+    logits = logits.astype(mx.float32) / temperature
+    if top_p < 1:
+        order = mx.argsort(-logits, axis=-1)
+        probs = mx.softmax(mx.take_along_axis(logits, order, -1), axis=-1)
+        outside = mx.cumsum(probs, axis=-1) - probs >= top_p  # mass before this token
+        drawn = mx.random.categorical(mx.where(outside, -mx.inf, mx.log(probs)))
+        return mx.take_along_axis(order, drawn[:, None], -1)[:, 0]
+    return mx.random.categorical(logits)
+
+
+def stream(
+    model: Model,
+    ids: list[int],
+    stop: set[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> typing.Iterator[int]:
+    """Yields new token ids, the next one already being computed while the caller handles this one."""
+    cache = model.make_cache()
+    tokens, chunk = mx.array([ids]), 512
+    while (
+        tokens.shape[1] > chunk
+    ):  # prefill in pieces, so that its memory does not grow with the prompt
+        model.hidden(tokens[:, :chunk], cache)
+        mx.eval([c.keys for c in cache])
+        tokens = tokens[:, chunk:]
+    token = sample(model.head(model.hidden(tokens, cache)[:, -1]), temperature, top_p)
+    mx.async_eval(token)
+    for n in range(max_tokens):
+        if n + 1 < max_tokens:
+            following = sample(model(token[:, None], cache)[:, -1], temperature, top_p)
+            mx.async_eval(following)
+        if token.item() in stop:
+            return
+        yield token.item()
+        if n + 1 < max_tokens:
+            token = following
+
+
+def text_pieces(tokenizer: Tokenizer, ids: typing.Iterator[int]) -> typing.Iterator[str]:
+    """Text as it becomes certain: a piece waits while it ends in half a character."""
+    seen, done = [], ""
+    for i in ids:
+        seen.append(i)
+        text = tokenizer.decode(seen)
+        if not text.endswith("\ufffd"):
+            yield text[len(done) :]
+            done = text
+            if text.endswith("\n"):  # begin anew at a line's end: decoding stays linear
+                seen, done = [], ""
+    if seen:
+        yield tokenizer.decode(seen)[len(done) :]
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> list[int]:
+    """A prompt as token ids: one user turn if the model has a chat template, unless `raw`."""
+    if raw or tokenizer.template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode(
+        tokenizer.chat([{"role": "user", "content": prompt}], reply=True), special=False
+    )
+
+
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """(weights counted unpacked, bytes they take)."""
+    count = nbytes = 0
+    for _, layer in model.named_modules():
+        for name, array in layer.items():
+            if isinstance(array, mx.array) and not name.startswith("_"):
+                nbytes += array.nbytes
+                packed = name == "weight" and "scales" in layer
+                count += (
+                    array.size * 32 // layer.bits
+                    if packed
+                    else 0
+                    if name in ("scales", "biases")
+                    else array.size
+                )
+    return count, nbytes
+
+
+# --- Commands -------------------------------------------------------------------------------------
+
+
+def info(model: str) -> None:
+    """Prints what a model is: family, sizes, packing, tokenizer."""
+    loaded, tokenizer, config = load(model)
+    spec, (count, nbytes) = loaded.spec, size_of(loaded)
+    packing = {
+        k: v for k, v in config.get("quantization", {}).items() if not isinstance(v, dict | bool)
+    }
+    packed = [
+        f"{m.bits}-bit {m.mode} group {m.group_size}"
+        for _, m in loaded.named_modules()
+        if "scales" in m
+    ]
+    kinds = ", ".join(f"{packed.count(k)} layers {k}" for k in sorted(set(packed)))
+    print(
+        f"model      {model}: {config['model_type']}, {spec.num_hidden_layers} layers, width {spec.hidden_size}"
+    )
+    print(
+        f"attention  {spec.num_attention_heads} heads of {spec.head_dim}, {spec.num_key_value_heads} for keys and values"
+    )
+    print(
+        f"context    {spec.max_position_embeddings}, rope {spec.rope['rope_type']}, windows {sorted(set(map(str, spec.windows)))}"
+    )
+    print(
+        f"weights    {count / 1e6:.1f} M, {nbytes / 1e6:.1f} MB, {nbytes * 8 / count:.2f} bits each"
+    )
+    print(f"packed     {kinds or 'no'}{f'; config {packing}' if packing else ''}")
+    print(f"vocabulary {spec.vocab_size}, {'tied' if spec.tie_word_embeddings else 'untied'} head")
+    print(
+        f"tokenizer  bos {tokenizer.bos_id}, eos {sorted(tokenizer.eos_ids)}, chat template: {'yes' if tokenizer.template else 'no'}"
+    )
+
+
+def quantize(
+    model: str,
+    save_path: str,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str = "affine",
+) -> None:
+    """Packs a dense model. Modes: affine (2, 3, 4, 5, 6, 8 bits, groups of 32, 64, 128), mxfp4, mxfp8, nvfp4."""
+    check_packing(group_size, bits, mode)
+    with Output(save_path) as folder:
+        loaded, tokenizer, config = load(model)
+        if "quantization" in config:
+            raise UserError(
+                f"{model} is packed already; dequantize it first, or start from the original"
+            )
+        config, skipped = pack(loaded, config, group_size, bits, mode)
+        if skipped:
+            print(f"left dense, their width is no multiple of the group: {', '.join(skipped)}")
+        save_model(folder, loaded, config, tokenizer)
+    print(f"wrote {save_path}")
+
+
+def dequantize(model: str, save_path: str, dtype: str | None = None) -> None:
+    """Unpacks a packed model into dense weights."""
+    with Output(save_path) as folder:
+        loaded, tokenizer, config = load(model, dtype)
+        if "quantization" not in config:
+            raise UserError(f"{model} is not packed")
+        save_model(folder, loaded, unpack(loaded, config), tokenizer)
+    print(f"wrote {save_path}")
+
+
+def convert(model: str, save_path: str, dtype: str | None = None) -> None:
+    """Writes a GGUF file, hub model or folder as an MLX folder; packed weights keep their codes."""
+    with Output(save_path) as folder:
+        loaded, tokenizer, config = load(model, dtype)
+        save_model(folder, loaded, config, tokenizer)
+    print(f"wrote {save_path}")
+
+
+def generate(
+    model: str,
+    prompt: str,
+    adapter: str | None = None,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    raw: bool = False,
+    dtype: str = "auto",
+) -> None:
+    """Answers a prompt, printing text as it comes and tokens/s at the end.
+
+    The prompt is one user turn in the model's chat template where it has one; --raw sends it as it stands.
+    --adapter FILE_OR_FOLDER needs dora.py beside this file.
+    """
+    if adapter is not None:
+        try:
+            dora = __import__("dora")
+        except ImportError:
+            raise UserError("--adapter needs dora.py beside quant.py") from None
+        dora.read_adapter(adapter)
+    loaded, tokenizer, config = load(model, dtype)
+    if adapter is not None:
+        try:
+            dora.load_adapter(loaded, adapter)
+        except dora.UserError as error:
+            raise UserError(str(error)) from None
+        loaded.eval()
+    mx.random.seed(seed)
+    ids, count, start, first = prompt_ids(tokenizer, prompt, raw), 0, time.perf_counter(), None
+
+    def counted():
+        nonlocal count, first
+        for i in stream(loaded, ids, tokenizer.eos_ids, max_tokens, temperature, top_p):
+            count, first = count + 1, first or time.perf_counter()
+            yield i
+
+    for piece in text_pieces(tokenizer, counted()):
+        print(piece, end="", flush=True)
+    now = time.perf_counter()
+    rate = f"{(count - 1) / (now - first):.1f} tokens/s" if count > 1 else "no rate"
+    took = (first or now) - start
+    print(
+        f"\n[{len(ids)} prompt tokens in {took:.2f} s, {count} new tokens, {rate}, peak {mx.get_peak_memory() / 1e9:.2f} GB]",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    cli({f.__name__: f for f in (info, quantize, dequantize, convert, generate)})
