@@ -42,6 +42,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 
 KINDS = ("dora", "lora")
 LEAVES = ("lora_a", "lora_b", "m")
@@ -74,9 +75,11 @@ def coerce(name: str, text: str, wanted: object) -> object:
                 for part in text.strip("[]()").split(",")
                 if part.strip()
             ]
-        if kind in (int, float):
+        if kind in (int, float, dict):
             try:
-                return kind(text)
+                value = json.loads(text) if kind is dict else kind(text)
+                if kind is not dict or isinstance(value, dict):
+                    return value
             except ValueError:
                 pass
     wanted = getattr(wanted, "__name__", None) or str(wanted)
@@ -105,14 +108,11 @@ def parse(function: typing.Callable, argv: list[str]) -> dict:
             hint = f"did you mean --{near[0]}?" if near else f"flags: --{', --'.join(names)}"
             raise UserError(f"unknown flag {word.partition('=')[0]}; {hint.replace('_', '-')}")
         if not equals:
-            flag = hints[name] is bool or bool in typing.get_args(hints[name])
-            if (
-                words
-                and not words[0].startswith("--")
-                and (not flag or words[0].lower() in ("true", "false"))
-            ):
+            switch = hints[name] is bool
+            follows = bool(words) and not words[0].startswith("--")
+            if follows and (not switch or words[0].lower() in ("true", "false")):
                 text = words.pop(0)
-            elif flag:
+            elif switch or bool in typing.get_args(hints[name]):
                 text = "true"
             else:
                 raise UserError(f"--{name.replace('_', '-')} needs a value")
@@ -160,8 +160,11 @@ def cli(commands: object, expand: typing.Callable | None = None, errors: tuple =
         os._exit(141)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UserError, OSError, *errors) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+    except (UserError, OSError, RuntimeError, *errors) as error:
+        if isinstance(error, RuntimeError) and "Unable to write" not in str(error):
+            raise
+        full = "no space left on the disk: " if isinstance(error, RuntimeError) else ""
+        print(f"{Path(sys.argv[0]).name}: error: {full}{error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -288,7 +291,7 @@ class AdaptedLinear(nn.Module):
         I, O = width(linear), linear.weight.shape[0]
         self.linear = linear
         self.scale, self.kind = float(scale), kind
-        self.dropout = nn.Dropout(dropout)
+        self.rate, self.dropout = dropout, nn.Dropout(dropout)
         self.lora_a = mx.random.uniform(-1 / math.sqrt(I), 1 / math.sqrt(I), (I, rank))
         self.lora_b = mx.zeros((rank, O))
         if kind == "dora":
@@ -568,35 +571,36 @@ def sketch(model: nn.Module, paths: list[str]) -> np.ndarray:
 def save_adapter(
     folder: Path, model: nn.Module, base: str = "", config: dict | None = None
 ) -> None:
-    """Writes adapters.safetensors (see `read_adapter`) and mlx-lm's adapter_config.json into `folder`."""
-    layers = adapted(model)
-    first, paths = next(iter(layers.values())), list(layers)
-    weights = {f"{p}.{k}": layer[k] for p, layer in layers.items() for k in LEAVES if k in layer}
-    blocks = block_prefixes(model)
-    used = [i for i, b in enumerate(blocks) if any(p.startswith(b + ".") for p in paths)]
-    keys = sorted(
-        {next((p[len(b) + 1 :] for b in blocks if p.startswith(b + ".")), p) for p in paths}
-    )
-    parameters = {
-        "rank": first.lora_a.shape[1],
-        "scale": first.scale,
-        "dropout": first.dropout._p_1 and 1 - first.dropout._p_1,
-        "keys": keys,
-    }
-    settings = {"fine_tune_type": first.kind, "num_layers": len(blocks) - min(used, default=0)}
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "base": str(base),
-        "kind": first.kind,
-        **{k: json.dumps(v) for k, v in parameters.items()},
-        "num_layers": str(settings["num_layers"]),
-        "fingerprint": fingerprint(config or {}),
-        "packing": json.dumps([packing(layer.linear) for layer in layers.values()]),
-        "sketch": json.dumps(np.round(sketch(model, paths).astype(np.float64), 7).tolist()),
-    }
+    """Writes adapters.safetensors (see `read_adapter`) and mlx-lm's adapter_config.json into `folder`.
+
+    Without adapted layers it writes whatever is trainable, as kind "full".
+    """
+    layers, blocks = dict(sorted(adapted(model).items())), block_prefixes(model)
+    weights = {f"{p}.{k}": m[k] for p, m in layers.items() for k in LEAVES if k in m}
+    weights = weights or dict(tree_flatten(model.trainable_parameters()))
+    kind, parameters = "full", {"rank": None, "scale": None, "dropout": 0.0, "keys": None}
+    for layer in layers.values():
+        kind, rank = layer.kind, layer.lora_a.shape[1]
+        parameters = {"rank": rank, "scale": layer.scale, "dropout": layer.rate}
+
+    def relative(path):
+        return next((path[len(b) + 1 :] for b in blocks if path.startswith(b + ".")), path)
+
+    if layers:
+        parameters["keys"] = sorted({relative(p) for p in layers})
+    first = [i for i, b in enumerate(blocks) if any(n.startswith(b + ".") for n in weights)]
+    num_layers = len(blocks) - min(first, default=0)
+    metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "kind": kind}
+    metadata |= {k: json.dumps(v) for k, v in parameters.items()}
+    metadata |= {"num_layers": str(num_layers), "fingerprint": fingerprint(config or {})}
+    if layers:
+        numbers = np.round(sketch(model, list(layers)).astype(np.float64), 7)
+        metadata["sketch"] = json.dumps(numbers.tolist())
+        metadata["packing"] = json.dumps([packing(m.linear) for m in layers.values()])
     mx.save_safetensors(str(Path(folder) / "adapters.safetensors"), weights, metadata)
-    settings |= {"model": str(base), "lora_parameters": parameters}
+    settings = {"fine_tune_type": kind, "num_layers": num_layers, "model": str(base)}
+    if layers:
+        settings["lora_parameters"] = parameters
     (Path(folder) / "adapter_config.json").write_text(json.dumps(settings, indent=2))
 
 
@@ -627,7 +631,8 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
             raise UserError(f"{file}: adapter format version {got}, this program reads {VERSION}")
         settings = {k: meta[k] for k in ("base", "kind", "fingerprint")}
         for key in ("rank", "scale", "dropout", "keys", "num_layers", "packing", "sketch"):
-            settings[key] = json.loads(meta[key])
+            if key in meta:
+                settings[key] = json.loads(meta[key])
     else:
         settings = mlx_lm_settings(file)
     check_tensors(file, weights, settings)
@@ -644,8 +649,10 @@ def mlx_lm_settings(file: Path) -> dict:
     except ValueError as error:
         raise UserError(f"{beside}: not valid JSON: {error}") from None
     kind, given = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
-    if kind not in KINDS:
-        raise UserError(f"{beside}: fine_tune_type {kind!r}, wanted {' or '.join(KINDS)}")
+    if kind not in (*KINDS, "full"):
+        raise UserError(f"{beside}: fine_tune_type {kind!r}, wanted {' or '.join(KINDS)}, or full")
+    if kind == "full":
+        given = {"scale": None}
     if not isinstance(given, dict) or "scale" not in given:
         raise UserError(
             f"{beside}: wanted lora_parameters with rank and scale; got {sorted(config)}"
@@ -661,6 +668,8 @@ def mlx_lm_settings(file: Path) -> dict:
 
 def check_tensors(file: Path, weights: dict, settings: dict) -> None:
     """Every layer has what its kind needs and the rank that the settings say."""
+    if settings["kind"] == "full" and weights:
+        return
     wanted = set(LEAVES) if settings["kind"] == "dora" else set(LEAVES) - {"m"}
     layers, problems = {}, []
     for name, array in weights.items():
@@ -690,8 +699,10 @@ def load_adapter(
     the base is checked: other weights are an error unless `force`, another packing of the same weights a warning.
     """
     weights, settings = read_adapter(path)
+    if settings["kind"] == "full":
+        return load_full(model, path, weights, settings)
     layers = dict(model.named_modules())
-    paths = list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
+    paths = sorted({name.rpartition(".")[0] for name in weights})
     if lost := [p for p in paths if p not in layers]:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise UserError(f"{path}: for another model: this one has no {', '.join(lost[:3])}{more}")
@@ -718,6 +729,20 @@ def load_adapter(
     model.eval()
     if not any(mx.any(new[p].lora_b != 0).item() for p in paths) and settings["kind"] == "lora":
         print(f"{path}: every lora_b is zero: this adapter changes nothing", file=sys.stderr)
+    return settings
+
+
+def load_full(model: nn.Module, path: str, weights: dict, settings: dict) -> dict:
+    """Puts fully fine-tuned weights in place of the model's own."""
+    mine = dict(tree_flatten(model.parameters()))
+    problems = [
+        f"  {k}: got {a.shape}, wanted {mine[k].shape if k in mine else 'no such parameter'}"
+        for k, a in weights.items()
+        if k not in mine or mine[k].shape != a.shape
+    ]
+    if problems:
+        raise UserError(f"{path}: for another model:\n" + "\n".join(problems))
+    model.update(tree_unflatten([(k, a.astype(mine[k].dtype)) for k, a in weights.items()]))
     return settings
 
 

@@ -26,7 +26,6 @@ MODEL is a folder, a Hugging Face hub id or a .gguf file.
 
 import dataclasses
 import difflib
-import errno
 import functools
 import inspect
 import json
@@ -91,9 +90,11 @@ def coerce(name: str, text: str, wanted: object) -> object:
                 for part in text.strip("[]()").split(",")
                 if part.strip()
             ]
-        if kind in (int, float):
+        if kind in (int, float, dict):
             try:
-                return kind(text)
+                value = json.loads(text) if kind is dict else kind(text)
+                if kind is not dict or isinstance(value, dict):
+                    return value
             except ValueError:
                 pass
     wanted = getattr(wanted, "__name__", None) or str(wanted)
@@ -122,14 +123,11 @@ def parse(function: typing.Callable, argv: list[str]) -> dict:
             hint = f"did you mean --{near[0]}?" if near else f"flags: --{', --'.join(names)}"
             raise UserError(f"unknown flag {word.partition('=')[0]}; {hint.replace('_', '-')}")
         if not equals:
-            flag = hints[name] is bool or bool in typing.get_args(hints[name])
-            if (
-                words
-                and not words[0].startswith("--")
-                and (not flag or words[0].lower() in ("true", "false"))
-            ):
+            switch = hints[name] is bool
+            follows = bool(words) and not words[0].startswith("--")
+            if follows and (not switch or words[0].lower() in ("true", "false")):
                 text = words.pop(0)
-            elif flag:
+            elif switch or bool in typing.get_args(hints[name]):
                 text = "true"
             else:
                 raise UserError(f"--{name.replace('_', '-')} needs a value")
@@ -177,8 +175,11 @@ def cli(commands: object, expand: typing.Callable | None = None, errors: tuple =
         os._exit(141)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UserError, OSError, *errors) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+    except (UserError, OSError, RuntimeError, *errors) as error:
+        if isinstance(error, RuntimeError) and "Unable to write" not in str(error):
+            raise
+        full = "no space left on the disk: " if isinstance(error, RuntimeError) else ""
+        print(f"{Path(sys.argv[0]).name}: error: {full}{error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -653,24 +654,29 @@ def find(path: str) -> Path:
         raise UserError(f"{path}: got a file, wanted a folder, a .gguf file or a hub id")
     if local.exists():
         return local
-    parts = str(path).split("/")
-    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~") or local.suffix == ".gguf":
-        raise UserError(f"{path}: no such folder or file, and not a hub id (org/name)")
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError
-
+    if local.suffix == ".gguf":
+        raise UserError(f"{path}: no such file")
     patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
+    return hub(path, patterns, "model")
+
+
+def hub(name: str, patterns: list[str], kind: str) -> Path:
+    """The local copy of a hub repository's files that match; kind is "model" or "dataset"."""
+    parts = str(name).split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise UserError(f"{name}: no such folder or file, and not a hub id (org/name)")
+    import huggingface_hub
+
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
-    except (OSError, ValueError, HFValidationError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path}: no such folder, and the hub did not give it: {first}") from None
-    except (
-        Exception
-    ) as error:  # the hub's client raises its HTTP library's own errors when there is no network
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpcore", "requests", "urllib3"):
+        found = huggingface_hub.snapshot_download(name, repo_type=kind, allow_patterns=patterns)
+        return Path(found)
+    except Exception as error:  # its own, and those of whichever HTTP library it uses
+        if not isinstance(error, OSError | ValueError) and not type(error).__module__.startswith(
+            ("httpx", "httpcore", "requests", "urllib3", "huggingface_hub")
+        ):
             raise
-        raise UserError(f"{path}: no such folder, and the hub cannot be reached: {error}") from None
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{name}: no such folder, and the hub did not give it: {why}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -1240,18 +1246,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def save_tensors(
-    path: Path, weights: dict[str, mx.array], metadata: dict[str, str] | None = None
-) -> None:
-    """mx.save_safetensors with a full disk reported as OSError."""
-    try:
-        mx.save_safetensors(str(path), weights, metadata or {"format": "mlx"})
-    except RuntimeError as error:
-        if "write" not in str(error):
-            raise
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(path)) from None
-
-
 def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: Tokenizer) -> None:
     """Writes a model folder that this suite and mlx-lm load: shards of 5 GB at most, config, tokenizer files.
 
@@ -1272,7 +1266,8 @@ def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: To
             if len(shards) > 1
             else "model.safetensors"
         )
-        save_tensors(folder / file, {name: weights.pop(name) for name in names})
+        shard = {name: weights.pop(name) for name in names}
+        mx.save_safetensors(str(folder / file), shard, {"format": "mlx"})
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}

@@ -1,0 +1,990 @@
+"""train.py: fine-tune a language model with DoRA, LoRA or in full.
+
+    python train.py                                       the tiny model that ships with this suite
+    python train.py --model mlx-community/Qwen3-8B-4bit --data my_data --iters 600
+    python train.py --config run.yaml --learning-rate 2e-5          flags win over the file
+    python train.py ... --resume                          go on from the newest checkpoint
+
+The loss of a step is the sum over all trained tokens of its examples, divided by their number, so padding,
+the split into micro-batches and (later) ranks do not change it. An iteration is one optimizer
+update on `--grad-accumulation-steps` micro-batches of `--batch-size` examples; schedules count updates.
+
+Which examples make a batch is a function of (seed, step) alone: examples are shuffled, sorted by padded
+length, cut into batches, and the batches permuted, anew every epoch. The last, short batch is filled up
+with empty rows, so every example is seen. Lengths are padded to about four sizes per octave, so few
+shapes reach the compiler. Resuming needs no more than the step: weights, moments and the random
+state come from the checkpoint, and the run goes on bit for bit as if it had not stopped.
+
+The head never sees masked tokens, and its logits exist for some hundred tokens at a time: forward
+computes the gradient with respect to the last hidden state too (`head_loss`), backward only scales it.
+
+What a run leaves in --adapter-path:
+
+    adapters.safetensors  adapter_config.json      the newest weights (also an mlx-lm adapter folder)
+    checkpoints/0000100/                           the same, with state.safetensors and state.json
+    best/                                          the weights of the lowest validation loss
+    log.jsonl  loss.svg                            what was reported (svg where matplotlib is installed)
+"""
+
+import datetime
+import difflib
+import functools
+import hashlib
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+import dora
+import quant
+from quant import UserError
+
+OPTIMIZERS = {
+    "adam": functools.partial(optim.Adam, bias_correction=True),
+    "adamw": functools.partial(optim.AdamW, bias_correction=True),
+    "sgd": optim.SGD,
+    "lion": optim.Lion,
+    "muon": optim.Muon,
+    "adafactor": functools.partial(optim.Adafactor, relative_step=False, scale_parameter=False),
+}
+LOGITS = 1 << 25  # how many logits exist at a time
+TINY = Path(__file__).parent / "tests" / "tiny"
+if not TINY.exists():  # installed from a wheel
+    TINY = Path(sys.prefix) / "share" / "mlx-dora" / "tiny"
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+
+def read_split(folder: Path, split: str) -> list[tuple[str, dict]]:
+    """Rows of `<split>.jsonl` as (file:line, row); [] if there is no such file. UTF-8, BOM tolerated."""
+    path, rows = folder / f"{split}.jsonl", []
+    if not path.exists():
+        return rows
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    for number, line in enumerate(content.split(b"\n"), 1):
+        where = f"{path}:{number}"
+        try:
+            if not line.strip():
+                continue
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            byte = line[error.start]
+            raise UserError(f"{where}: not UTF-8, byte 0x{byte:02x} at {error.start}") from None
+        except ValueError as error:
+            raise UserError(f"{where}: not JSON: {error}") from None
+        rows.append((where, check_row(where, row)))
+    return rows
+
+
+def check_row(where: str, row: object) -> dict:
+    """A row has `text`, `prompt` and `completion`, or `messages` (with `tools`, if any)."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: got a {type(row).__name__}, wanted an object")
+    if "messages" in row:
+        turns = row["messages"]
+        if not isinstance(turns, list) or not all(
+            isinstance(t, dict) and "role" in t for t in turns
+        ):
+            raise UserError(f'{where}: "messages" must be a list of objects with a "role"')
+        if not turns:
+            raise UserError(f'{where}: "messages" is empty')
+        return row
+    keys = ["prompt", "completion"] if "prompt" in row else ["text"]
+    if missing := [k for k in keys if not isinstance(row.get(k), str)]:
+        if row.get(missing[0]) is not None:
+            got = type(row[missing[0]]).__name__
+            raise UserError(f'{where}: "{missing[0]}" is a {got}, wanted text')
+        raise UserError(
+            f'{where}: no "text", "messages" or "prompt"+"completion"; found keys: {list(row)}'
+        )
+    return row
+
+
+def read_data(data: str) -> dict[str, list]:
+    """{"train": rows, "valid": rows, "test": rows} of a folder or a hub dataset id."""
+    folder = Path(data).expanduser()
+    if not folder.exists():
+        folder = quant.hub(data, ["*.jsonl"], "dataset")
+    if not (folder / "train.jsonl").exists():
+        raise UserError(f"{data}: no train.jsonl in it")
+    rows = {split: read_split(folder, split) for split in ("train", "valid", "test")}
+    if not rows["train"]:
+        raise UserError(f"{folder / 'train.jsonl'}: no rows in it")
+    return rows
+
+
+def encode(row: dict, tokenizer: quant.Tokenizer, mask: bool | str) -> tuple[list[int], list[bool]]:
+    """(token ids, which of them are trained on) of one row.
+
+    `text` and plain completions end in exactly one EOS, which is always trained on. Prompt and completion become a
+    user and an assistant turn where the model has a chat template. With `mask`, only what the assistant says is
+    trained: every turn up to and with its end-of-turn token, or with "last" the last turn only.
+    """
+    if "messages" in row or ("prompt" in row and tokenizer.template is not None):
+        turns = row.get("messages") or [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+        return encode_chat(turns, row.get("tools"), tokenizer, mask)
+    ids = tokenizer.encode(row["prompt"] if "prompt" in row else row["text"])
+    prompt = len(ids) if "prompt" in row and mask else 0
+    if "prompt" in row:
+        while (
+            ids and ids[-1] == tokenizer.eos_id
+        ):  # a tokenizer that adds EOS adds it after the prompt too
+            ids.pop()
+        prompt = len(ids) if mask else 0
+        ids += tokenizer.encode(row["completion"], special=False)
+    if tokenizer.eos_id is not None and ids[-1:] != [tokenizer.eos_id]:
+        ids.append(tokenizer.eos_id)
+    return ids, [i >= prompt for i in range(len(ids))]
+
+
+def encode_chat(
+    turns: list[dict], tools, tokenizer, mask: bool | str
+) -> tuple[list[int], list[bool]]:
+    """`encode` for a conversation. The rendered text has its own BOS, so none is added."""
+    text = tokenizer.chat(turns, tools)
+    encoding = tokenizer.core.encode(text, add_special_tokens=False)
+    ids, offsets = encoding.ids, encoding.offsets
+    if not mask:
+        return ids, [True] * len(ids)
+    special = {i for i, t in tokenizer.core.get_added_tokens_decoder().items() if t.special}
+    said = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    trained = [False] * len(ids)
+    for i in said[-1:] if mask == "last" else said:
+        start, content_end, limit = assistant_span(turns, i, tools, tokenizer, text)
+        for n, (left, right) in enumerate(offsets):
+            if left >= start and right <= limit:
+                trained[n] = True
+                if left >= content_end and ids[n] in special:  # the end of the turn
+                    break
+    return ids, trained
+
+
+def assistant_span(turns, i: int, tools, tokenizer, text: str) -> tuple[int, int, int]:
+    """(where turn i's words begin, where they end, where the turn ends at the latest) in the rendered text.
+
+    The words begin behind the header, which is what the template adds when asked for a reply. Templates may show
+    a turn differently once others follow (Qwen3 drops its thinking), so the end is searched for.
+    """
+    before = tokenizer.chat(turns[:i], tools) if i else ""
+    if not text.startswith(before):
+        raise UserError(
+            f"the chat template shows the turns before turn {i + 1} differently once it follows; "
+            "--mask-prompt cannot tell its words apart"
+        )
+    header = tokenizer.chat(turns[:i], tools, reply=True)
+    start = max(len(before), len(os.path.commonprefix([header, text])))
+    words = turns[i].get("content")
+    words = words.strip() if isinstance(words, str) else ""
+    found = text.find(words, start) if words else -1
+    through = tokenizer.chat(turns[: i + 1], tools)
+    limit = len(through) if text.startswith(through) else len(text)
+    return start, found + len(words) if found >= 0 else start, limit
+
+
+class Examples:
+    """A tokenized split: `ids` and `trained` per row, cut at `max_seq_length`, and their batches."""
+
+    def __init__(self, rows: list, tokenizer, mask: bool | str, max_seq_length: int):
+        self.ids, self.trained, self.where, cut, empty = [], [], [], 0, 0
+        for where, row in rows:
+            try:
+                ids, trained = encode(row, tokenizer, mask)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+            cut += len(ids) > max_seq_length
+            ids, trained = ids[:max_seq_length], trained[:max_seq_length]
+            if not any(trained[1:]):
+                empty += 1
+                continue
+            self.ids.append(np.array(ids, np.int32))
+            self.trained.append(np.array(trained))
+            self.where.append(where)
+        name = Path(rows[0][0].rpartition(":")[0]).name if rows else ""
+        if cut:
+            print(f"{name}: {cut} of {len(rows)} rows cut at --max-seq-length {max_seq_length}")
+        if empty:
+            print(f"{name}: {empty} of {len(rows)} rows left out, nothing in them to train on")
+        self.sizes = buckets(max_seq_length)
+        self.padded = np.array(
+            [self.sizes[np.searchsorted(self.sizes, len(i) - 1)] for i in self.ids]
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def order(self, batch_size: int, seed: int | None, epoch: int = 0) -> list[np.ndarray]:
+        """Rows of every batch of an epoch; without a seed, in one fixed order."""
+        rng = np.random.default_rng([seed or 0, epoch])
+        rows = np.arange(len(self)) if seed is None else rng.permutation(len(self))
+        rows = rows[np.argsort(self.padded[rows], kind="stable")]
+        batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        return [batches[i] for i in rng.permutation(len(batches))] if seed is not None else batches
+
+    def batch(self, rows: np.ndarray, batch_size: int) -> tuple[mx.array, mx.array, mx.array]:
+        """tokens (B, T + 1), and of the trained ones: places (N,) in the flat (B T), weights (N,) 0 or 1.
+
+        N is rounded up to a quarter of B T, with weight 0 on what fills it up.
+        """
+        T = int(self.padded[rows].max())
+        tokens, trained = np.zeros((batch_size, T + 1), np.int32), np.zeros((batch_size, T), bool)
+        for b, row in enumerate(rows):
+            n = len(self.ids[row])
+            tokens[b, :n] = self.ids[row]
+            trained[b, : n - 1] = self.trained[row][1:]
+        places = np.flatnonzero(trained)
+        quarter = -(-trained.size // 4)
+        N = min(-(-len(places) // quarter) * quarter, trained.size)
+        weights = (np.arange(N) < len(places)).astype(np.float32)
+        places = np.pad(places, (0, N - len(places))).astype(np.int32)
+        return mx.array(tokens), mx.array(places), mx.array(weights)
+
+    def digest(self) -> str:
+        """Hash of all tokens, to tell at a resume whether the data is the same."""
+        found = hashlib.sha256()
+        for ids, trained in zip(self.ids, self.trained, strict=True):
+            found.update(ids.tobytes() + trained.tobytes() + b"|")
+        return found.hexdigest()[:16]
+
+
+def buckets(longest: int) -> np.ndarray:
+    """Padded lengths up to `longest`: multiples of 32 to 256, then four per octave."""
+    sizes = [32]
+    while sizes[-1] < longest - 1:
+        sizes.append(sizes[-1] + max(32, 1 << (sizes[-1].bit_length() - 3)))
+    return np.array(sizes[:-1] + [max(longest - 1, 1)] if sizes[-1] > longest - 1 else sizes)
+
+
+# --- Loss -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def head_product(how: tuple | None) -> Callable:
+    """`f(h (N, D), targets (N,), weights (N,), head tensors) -> weighted sum of cross-entropies`, in chunks.
+
+    One pass makes the loss and its gradient with respect to h while the logits of a chunk exist, so they
+    never exist all at once and the head is unpacked once. The head itself gets no gradient.
+    """
+
+    @mx.custom_function
+    def run(h, targets, weights, *head):
+        W, V = dora.dense(head, how, h.dtype), head[0].shape[0]  # (V, D)
+        total, grads, chunk = mx.array(0.0), [], max(LOGITS // V, 1)
+        for i in range(0, h.shape[0], chunk):
+            t, w = targets[i : i + chunk, None], weights[i : i + chunk, None]
+            logits = (h[i : i + chunk] @ W.T).astype(mx.float32)
+            p = mx.softmax(logits, axis=-1, precise=True)
+            # log of the sum of exponentials, from the probability of the likeliest token
+            lse = logits.max(axis=-1, keepdims=True) - mx.log(p.max(axis=-1, keepdims=True))
+            total = total + (w * (lse - mx.take_along_axis(logits, t, axis=-1))).sum()
+            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - 1, axis=-1)
+            grads.append((w * p).astype(h.dtype) @ W)
+        return total, mx.concatenate(grads)
+
+    @run.vjp
+    def run_vjp(primals, cotangents, outputs):
+        dh = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
+        return dh, *(mx.zeros_like(p) for p in primals[1:])
+
+    return run
+
+
+def loss_sum(model: nn.Module, tokens: mx.array, places: mx.array, weights: mx.array) -> mx.array:
+    """Summed cross-entropy (float32) of the tokens at `places`; see `Examples.batch` for shapes."""
+    h = model.hidden(tokens[:, :-1])
+    h, targets = h.reshape(-1, h.shape[-1])[places], tokens[:, 1:].reshape(-1)[places]
+    head = model.model.embed_tokens if model.spec.tie_word_embeddings else model.lm_head
+    if isinstance(head, dora.AdaptedLinear) or head.trainable_parameters():
+        losses = nn.losses.cross_entropy(model.head(h).astype(mx.float32), targets)
+        return (losses * weights).sum()
+    return head_product(dora.packing(head))(h, targets, weights, *dora.tensors(head))[0]
+
+
+def learning_rate(
+    step: int, peak: float, iters: int, schedule: str, warmup: int, minimum: float
+) -> float:
+    """The rate of update `step` (from 0): linear from 0 to `peak` over `warmup` updates, then the schedule.
+
+    constant: peak; linear and cosine: from peak at `warmup` to `minimum` at `iters`.
+    """
+    if step < warmup:
+        return peak * step / warmup
+    done = min((step - warmup) / max(iters - warmup, 1), 1.0)
+    if schedule == "linear":
+        return peak + (minimum - peak) * done
+    if schedule == "cosine":
+        return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
+    return peak
+
+
+# --- The run --------------------------------------------------------------------------------------
+
+
+class Run:
+    """Model, optimizer and their compiled steps, with what a checkpoint must hold."""
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, clip: float | None):
+        self.model, self.optimizer, self.step, self.tokens, self.best = (
+            model,
+            optimizer,
+            0,
+            0,
+            math.inf,
+        )
+        self.optimizer.init(model.trainable_parameters())
+        self.clip = clip
+
+    def compile(self) -> None:
+        """Compiles the steps around the present state; call it once all of the state is in place."""
+        value_and_grad = nn.value_and_grad(self.model, loss_sum)
+        state = [self.model.state, mx.random.state]  # outputs too: tracing leaves tracers in the model
+
+        @functools.partial(mx.compile, inputs=state, outputs=state)
+        def gradients(tokens, places, weights):
+            loss, grads = value_and_grad(self.model, tokens, places, weights)
+            return loss, tree_map(lambda g: g.astype(mx.float32), grads)
+
+        both = [self.model.state, self.optimizer.state]
+
+        @functools.partial(mx.compile, inputs=both, outputs=both)
+        def update(grads, count):
+            grads = tree_map(lambda g: g / count, grads)
+            norm = mx.sqrt(sum(mx.square(g).sum() for _, g in tree_flatten(grads)))
+            if self.clip:
+                scale = mx.minimum(1.0, self.clip / (norm + 1e-6))
+                grads = tree_map(lambda g: g * scale, grads)
+            self.optimizer.update(self.model, grads)
+            return norm
+
+        self.gradients, self.update = gradients, update
+
+    def advance(self, batches: list[tuple], rate: float) -> tuple[float, int, float]:
+        """One update from micro-batches: (summed loss, trained tokens, gradient norm)."""
+        total, count, grads = mx.array(0.0), mx.array(0.0), None
+        for tokens, places, weights in batches:
+            loss, new = self.gradients(tokens, places, weights)
+            grads = new if grads is None else tree_map(mx.add, grads, new)
+            total, count = total + loss, count + weights.sum()
+            mx.eval(total, count, grads)
+        self.optimizer.learning_rate = mx.array(rate)
+        norm = self.update(grads, count)
+        mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm)
+        self.step, self.tokens = self.step + 1, self.tokens + int(count.item())
+        return total.item(), int(count.item()), norm.item()
+
+    def evaluate(self, examples: Examples, batch_size: int, batches: int) -> float:
+        """Token-weighted mean loss over the first `batches` batches (-1: all), without dropout."""
+        self.model.eval()
+        rows = examples.order(batch_size, None)
+        if 0 <= batches < len(rows):  # spread over the lengths, which the order is sorted by
+            rows = [rows[i * len(rows) // batches] for i in range(batches)]
+        total = count = 0.0
+        for r in rows:
+            tokens, places, weights = examples.batch(r, batch_size)
+            loss, n = loss_sum(self.model, tokens, places, weights), weights.sum()
+            mx.eval(loss, n)
+            total, count = total + loss.item(), count + n.item()
+        self.model.train()
+        return total / count
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill a folder that then appears whole under its name, replacing what was there."""
+    temporary, old = (
+        folder.with_name(f".{folder.name}.tmp"),
+        folder.with_name(f".{folder.name}.old"),
+    )
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        for file in temporary.iterdir():
+            quant.sync(file)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    quant.sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class Checkpoints:
+    """The files of a run below `root`, and what is needed to write adapters: base id and config."""
+
+    def __init__(self, root: Path, base: str, config: dict):
+        self.root, self.base, self.config = root, base, config
+
+    def save_weights(self, folder: Path, model: nn.Module) -> None:
+        dora.save_adapter(folder, model, self.base, self.config)
+
+    def save(self, run: Run, settings: dict) -> Path:
+        """Writes checkpoints/<step>, then makes its weights the run's newest; older state is thinned out."""
+        folder = self.root / "checkpoints" / f"{run.step:07d}"
+
+        def write(temporary: Path) -> None:
+            self.save_weights(temporary, run.model)
+            state = {f"optimizer.{k}": v for k, v in tree_flatten(run.optimizer.state)}
+            state["random"] = mx.random.state[0]
+            mx.save_safetensors(str(temporary / "state.safetensors"), state)
+            facts = {
+                "step": run.step,
+                "tokens": run.tokens,
+                "best": run.best,
+                "mlx": mx.__version__,
+            }
+            (temporary / "state.json").write_text(json.dumps({**facts, **settings}, indent=2))
+
+        write_folder(folder, write)
+        for name in ("adapters.safetensors", "adapter_config.json"):
+            temporary = self.root / f".{name}.tmp"
+            shutil.copyfile(folder / name, temporary)
+            quant.sync(temporary)
+            temporary.replace(self.root / name)
+        for older in self.all()[:-2]:  # every checkpoint keeps its weights, the last two can resume
+            for name in ("state.safetensors", "state.json"):
+                (older / name).unlink(missing_ok=True)
+        return folder
+
+    def save_best(self, run: Run) -> None:
+        write_folder(self.root / "best", lambda folder: self.save_weights(folder, run.model))
+
+    def all(self) -> list[Path]:
+        return sorted(p for p in (self.root / "checkpoints").glob("[0-9]*") if p.is_dir())
+
+    def newest(self) -> Path:
+        """The newest checkpoint that is whole; damaged ones are named and passed over."""
+        for folder in reversed(self.all()):
+            if (problem := damage(folder)) is None:
+                return folder
+            print(f"{folder} cannot be resumed: {problem}; trying the one before", file=sys.stderr)
+        raise UserError(f"--resume: no whole checkpoint in {self.root / 'checkpoints'}")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        json.loads((folder / "state.json").read_text())
+        for name in ("adapters.safetensors", "state.safetensors"):
+            with safe_open(str(folder / name), "np"):
+                pass
+    except FileNotFoundError as error:
+        return f"no {Path(error.filename).name}" if error.filename else str(error)
+    except (ValueError, SafetensorError) as error:
+        return f"damaged ({error})"
+    return None
+
+
+def restore(run: Run, folder: Path, settings: dict) -> None:
+    """Puts a checkpoint's state into `run`, if it was made with the same data and settings."""
+    facts = json.loads((folder / "state.json").read_text())
+    for key, now in settings.items():
+        if facts.get(key) != now:
+            raise UserError(
+                f"--resume: {folder} was made with {key} {facts.get(key)}, now it is {now}; to start anew "
+                f"from its weights: --resume {folder / 'adapters.safetensors'}"
+            )
+    state = mx.load(str(folder / "state.safetensors"))
+    mx.random.state[0] = state.pop("random")
+    run.optimizer.state = tree_unflatten([(k.partition(".")[2], v) for k, v in state.items()])
+    run.step, run.tokens, run.best = facts["step"], facts["tokens"], facts["best"]
+
+
+# --- Reporting ------------------------------------------------------------------------------------
+
+
+class Log:
+    """Progress on the terminal, log.jsonl with mlx-lm's keys, and loss.svg."""
+
+    def __init__(self, root: Path, iters: int, step: int):
+        from tqdm import tqdm
+
+        root.mkdir(parents=True, exist_ok=True)
+        self.path, self.entries = root / "log.jsonl", []
+        if step and self.path.exists():  # what was logged beyond the checkpoint happens again
+            lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+            self.entries = [e for e in lines if e["iteration"] <= step]
+        self.path.write_text("".join(json.dumps(e) + "\n" for e in self.entries))
+        hidden = None if sys.stderr.isatty() else True
+        self.bar = tqdm(total=iters, initial=step, disable=hidden, unit="step", dynamic_ncols=True)
+        self.iters, self.began, self.first = iters, time.perf_counter(), step
+
+    def write(self, entry: dict, text: str) -> None:
+        from tqdm import tqdm
+
+        self.entries.append(entry)
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def train(self, step, loss, rate, seconds, steps, tokens, total) -> None:
+        peak, left = mx.get_peak_memory() / 1e9, (self.iters - step) * seconds / steps
+        entry = {"iteration": step, "train_loss": loss, "learning_rate": rate}
+        entry |= {"iterations_per_second": steps / seconds, "tokens_per_second": tokens / seconds}
+        entry |= {
+            "trained_tokens": total,
+            "peak_memory": peak,
+            "cache_memory": mx.get_cache_memory() / 1e9,
+        }
+        eta = datetime.timedelta(seconds=round(left))
+        speed = f"{tokens / seconds:.0f} tokens/s, peak {peak:.2f} GB, {eta} left"
+        self.write(entry, f"step {step}/{self.iters}: loss {loss:.4f}, rate {rate:.2e}, {speed}")
+
+    def valid(self, step: int, loss: float, seconds: float) -> None:
+        entry = {"iteration": step, "val_loss": loss, "val_time": seconds}
+        self.write(entry, f"step {step}/{self.iters}: validation loss {loss:.4f}")
+
+    def plot(self) -> None:
+        """loss.svg beside the log, where matplotlib is installed."""
+        try:
+            import matplotlib
+        except ImportError:
+            return
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4))
+        for key, label in (("train_loss", "training"), ("val_loss", "validation")):
+            points = [(e["iteration"], e[key]) for e in self.entries if key in e]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=".", label=label)
+        axes.set(xlabel="step", ylabel="loss per token")
+        axes.legend()
+        figure.savefig(self.path.with_name("loss.svg"), bbox_inches="tight")
+        plt.close(figure)
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def train(
+    model: str = str(TINY),
+    data: str = str(TINY / "data"),
+    train_type: str = "dora",
+    iters: int = 1000,
+    batch_size: int = 4,
+    learning_rate: float = 1e-5,
+    num_layers: int = -1,
+    rank: int = 8,
+    scale: float = 20.0,
+    dropout: float = 0.0,
+    keys: list[str] | None = None,
+    optimizer: str = "adam",
+    optimizer_config: dict | None = None,
+    lr_schedule: str = "constant",
+    warmup: int = 0,
+    min_lr: float = 0.0,
+    grad_accumulation_steps: int = 1,
+    grad_clip: float | None = None,
+    max_seq_length: int = 2048,
+    val_batches: int = 25,
+    steps_per_report: int = 10,
+    steps_per_eval: int = 200,
+    save_every: int = 100,
+    mask_prompt: bool | str = False,
+    grad_checkpoint: bool = False,
+    seed: int = 0,
+    adapter_path: str = "adapters",
+    resume: bool | str = False,
+    test: bool = False,
+    sample_tokens: int = 0,
+    dtype: str = "auto",
+    config: str | None = None,
+    fine_tune_type: str | None = None,
+) -> None:
+    """Fine-tunes a model on {train,valid,test}.jsonl and writes an adapter.
+
+    Without flags it trains the tiny model that ships with the suite. Rows have "text", "prompt" and
+    "completion", or "messages" (and "tools"). What a flag means where its name does not say:
+
+    --train-type        dora, lora, or full (a dense model's own weights); --fine-tune-type is the same
+    --iters             optimizer updates, of --grad-accumulation-steps x --batch-size examples each
+    --num-layers        how many blocks to adapt, from the last; -1 for all
+    --scale             s in W + s (AB)T, multiplied directly; PEFT's alpha / rank
+    --keys              which linear layers: q_proj,v_proj or globs; all of them if not given
+    --optimizer         adam, adamw, sgd, lion, muon, adafactor; --optimizer-config '{"weight_decay": 0.1}'
+    --lr-schedule       constant, linear or cosine, from the peak after --warmup to --min-lr at the end
+    --mask-prompt       train on the assistant's words only: true for all its turns, last for the last
+    --resume            from the newest checkpoint, from a checkpoint folder, or from an adapter's weights alone
+    --test              evaluate on test.jsonl at the end
+    --sample-tokens     show a reply of so many tokens before and after
+    --config            YAML or JSON with any of these flags; those on the command line win
+    """
+    settings = dict(locals())
+    check_settings(settings)
+    stop = Stop()
+    rows = read_data(data)
+    root = prepare_folder(Path(adapter_path), resume)
+    loaded, tokenizer, model_config = quant.load(model, dtype)
+    mx.random.seed(seed)
+    files = Checkpoints(root, model, model_config)
+    source = find_resume(files, resume)
+    adapt(loaded, model_config, settings, source)
+    splits = {k: Examples(r, tokenizer, mask_prompt, max_seq_length) for k, r in rows.items()}
+    if len(splits["train"]) < batch_size:
+        raise UserError(
+            f"{data}: {len(splits['train'])} usable rows, fewer than --batch-size {batch_size}"
+        )
+    run = Run(loaded, OPTIMIZERS[optimizer](learning_rate, **(optimizer_config or {})), grad_clip)
+    exact = resumable(settings, splits["train"])
+    if source and source.is_dir():
+        restore(run, source, exact)
+        print(f"resuming from {source} at step {run.step}")
+    elif source:
+        print(
+            f"starting from the weights of {source}; step, optimizer and data position begin anew"
+        )
+    describe(run, settings, splits)
+    loaded.checkpoint = grad_checkpoint
+    limit_memory()
+    loaded.train()
+    run.compile()
+    log = Log(root, iters, run.step)
+    prompt = sample_prompt(rows) if sample_tokens else None
+    if prompt and run.step == 0:
+        show_sample("before", loaded, tokenizer, prompt, sample_tokens)
+    try:
+        loop(run, settings, splits, files, log, exact, stop)
+    finally:
+        log.bar.close()
+    log.plot()
+    if stop.asked:
+        print(f"stopped at step {run.step}, saved; --resume goes on from there")
+        sys.exit(130)
+    if prompt:
+        show_sample("after", loaded, tokenizer, prompt, sample_tokens)
+    if test and len(splits["test"]):
+        loss = run.evaluate(splits["test"], batch_size, -1)
+        print(f"test loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.3f}")
+    print(f"wrote {root / 'adapters.safetensors'}")
+
+
+def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: dict, stop) -> None:
+    """Steps until --iters or Ctrl-C, with validation, reports and checkpoints on the way."""
+    batches = micro_batches(splits["train"], s, run.step)
+    loss = tokens = steps = seconds = 0
+    saved = None
+    if run.step == 0:
+        validate(run, s, splits, files, log)
+    while run.step < s["iters"] and not stop.asked:
+        began, rows = (
+            time.perf_counter(),
+            [next(batches) for _ in range(s["grad_accumulation_steps"])],
+        )
+        rate = learning_rate(
+            run.step, s["learning_rate"], s["iters"], s["lr_schedule"], s["warmup"], s["min_lr"]
+        )
+        built = [splits["train"].batch(r, s["batch_size"]) for r in rows]
+        part, count, norm = run.advance(built, rate)
+        if not (math.isfinite(part) and math.isfinite(norm)):
+            where = ", ".join(splits["train"].where[i] for r in rows for i in r)
+            last = saved or (files.all() or [None])[-1]
+            raise UserError(
+                f"step {run.step}: loss {part / count}, gradient norm {norm}; stopped. Rows: {where}. "
+                f"Last good checkpoint: {last or 'none yet'}. Try a lower --learning-rate, --grad-clip 1 "
+                "or --dtype float32."
+            )
+        loss, tokens, steps = loss + part, tokens + count, steps + 1
+        seconds += time.perf_counter() - began
+        log.bar.update()
+        log.bar.set_postfix_str(
+            f"loss {part / count:.3f}, peak {mx.get_peak_memory() / 1e9:.2f} GB"
+        )
+        last = run.step == s["iters"] or stop.asked
+        if run.step % s["steps_per_report"] == 0 or last:
+            log.train(run.step, loss / tokens, rate, seconds, steps, tokens, run.tokens)
+            loss = tokens = steps = seconds = 0
+        if run.step % s["steps_per_eval"] == 0 or run.step == s["iters"]:
+            validate(run, s, splits, files, log)
+        if run.step % s["save_every"] == 0 or last:
+            saved = files.save(run, exact)
+    if run.step == 0 or not (files.root / "adapters.safetensors").exists():
+        files.save(run, exact)
+
+
+def validate(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log) -> None:
+    """Validation loss, and the best weights so far; nothing without validation rows."""
+    if not len(splits["valid"]) or not s["val_batches"]:
+        return
+    began = time.perf_counter()
+    loss = run.evaluate(splits["valid"], s["batch_size"], s["val_batches"])
+    log.valid(run.step, loss, time.perf_counter() - began)
+    if loss < run.best:
+        run.best = loss
+        files.save_best(run)
+
+
+def micro_batches(examples: Examples, s: dict, step: int) -> Iterator[np.ndarray]:
+    """Rows of batch after batch, beginning at the one that `step` begins with."""
+    first, epoch = step * s["grad_accumulation_steps"], 0
+    while True:
+        order = examples.order(s["batch_size"], s["seed"], epoch)
+        yield from order[first:]
+        first, epoch = max(first - len(order), 0), epoch + 1
+
+
+class Stop:
+    """Ctrl-C or SIGTERM: the first asks the loop to end after this step, the second ends at once."""
+
+    def __init__(self):
+        self.asked = False
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, self)
+
+    def __call__(self, number, _):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+
+
+def check_settings(s: dict) -> None:
+    """Values that cannot be right, before anything is read."""
+    s["train_type"] = s["fine_tune_type"] or s["train_type"]
+    choices = {
+        "train_type": ("dora", "lora", "full"),
+        "optimizer": tuple(OPTIMIZERS),
+        "lr_schedule": ("constant", "linear", "cosine"),
+        "mask_prompt": (True, False, "last"),
+    }
+    for name, wanted in choices.items():
+        if s[name] not in wanted:
+            raise UserError(f"--{name.replace('_', '-')}: got {s[name]!r}, wanted one of {wanted}")
+    at_least = dict(
+        iters=0, batch_size=1, learning_rate=0, rank=1, grad_accumulation_steps=1, warmup=0
+    )
+    at_least |= dict(
+        max_seq_length=2, steps_per_report=1, steps_per_eval=1, save_every=1, val_batches=-1
+    )
+    for name, least in at_least.items():
+        if not s[name] >= least:
+            raise UserError(f"--{name.replace('_', '-')}: got {s[name]}, wanted at least {least}")
+    if not 0 <= s["dropout"] < 1:
+        raise UserError(f"--dropout: got {s['dropout']}, wanted at least 0 and below 1")
+
+
+def prepare_folder(root: Path, resume: bool | str) -> Path:
+    """The run's folder, writable and not holding another run unless that is resumed."""
+    if (root / "checkpoints").exists() and any((root / "checkpoints").iterdir()) and not resume:
+        raise UserError(
+            f"{root} holds a run; --resume goes on with it, --adapter-path NAME starts another"
+        )
+    there = next(p for p in (root, *root.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):  # leaves nothing behind if the run fails to start
+            pass
+    except OSError as error:
+        raise UserError(f"--adapter-path {root}: cannot be written: {error.strerror}") from None
+    return root
+
+
+def find_resume(files: Checkpoints, resume: bool | str) -> Path | None:
+    """A whole checkpoint's folder, or an adapter file to take weights from, or None."""
+    if resume is False:
+        return None
+    if resume is True:
+        return files.newest()
+    path = Path(resume).expanduser()
+    if path.is_dir() and (path / "checkpoints").is_dir():
+        return Checkpoints(path, "", {}).newest()
+    if path.is_dir() and (path / "state.json").exists():
+        if problem := damage(path):
+            raise UserError(f"--resume {path}: {problem}")
+        return path
+    path = path / "adapters.safetensors" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"--resume {resume}: no such checkpoint or adapter file")
+    return path
+
+
+def adapt(model: nn.Module, config: dict, s: dict, source: Path | None) -> None:
+    """Makes the model trainable as --train-type says, from fresh adapters or those of `source`."""
+    if s["train_type"] == "full":
+        if "quantization" in config:
+            raise UserError(
+                f"{s['model']} is packed; full fine-tuning needs dense weights (quant.py dequantize)"
+            )
+        if not -1 <= s["num_layers"] <= len(model.layers) or s["num_layers"] == 0:
+            raise UserError(
+                f"--num-layers: got {s['num_layers']}, the model has {len(model.layers)}"
+            )
+        for part in [model] if s["num_layers"] == -1 else model.layers[-s["num_layers"] :]:
+            part.unfreeze()
+        if source:
+            dora.load_adapter(model, str(source), config)
+        return
+    if source is None:
+        wanted = (s["rank"], s["scale"], s["dropout"], s["keys"], s["num_layers"], s["train_type"])
+        names = dora.adapt(model, *wanted)
+    else:
+        settings = dora.load_adapter(model, str(source), config)
+        names = list(dora.adapted(model))
+        for key, mine in (("kind", "train_type"), ("rank", "rank"), ("scale", "scale")):
+            if settings[key] is not None and settings[key] != s[mine]:
+                flag = mine.replace("_", "-")
+                raise UserError(
+                    f"{source} has {key} {settings[key]}; give --{flag} {settings[key]}"
+                )
+        for layer in dora.adapted(model).values():
+            layer.rate, layer.dropout = s["dropout"], nn.Dropout(s["dropout"])
+    kinds = sorted({n.split(".")[-1] for n in names})
+    print(f"adapting {len(names)} layers: {', '.join(kinds)}")
+
+
+def resumable(s: dict, examples: Examples) -> dict:
+    """The settings that a resumed run must share with the one it goes on from."""
+    names = (
+        "train_type",
+        "batch_size",
+        "grad_accumulation_steps",
+        "seed",
+        "optimizer",
+        "max_seq_length",
+    )
+    return {n: s[n] for n in names} | {"rows": len(examples), "data": examples.digest()}
+
+
+def describe(run: Run, s: dict, splits: dict) -> None:
+    """What is about to be trained, in three lines."""
+    trainable = sum(a.size for _, a in tree_flatten(run.model.trainable_parameters()))
+    total, _ = quant.size_of(run.model)
+    share = f"{trainable / 1e6:.3f} M of {total / 1e6:.1f} M weights ({trainable / total:.2%})"
+    print(
+        f"training {share}: {s['train_type']}, rank {s['rank']}, scale {s['scale']}, seed {s['seed']}"
+    )
+    if not trainable:
+        raise UserError("nothing to train")
+    rows = ", ".join(f"{len(e)} {k}" for k, e in splits.items() if len(e))
+    targets = sum(int(t[1:].sum()) for t in splits["train"].trained)
+    print(f"rows: {rows}; {targets} tokens to learn per epoch; mask-prompt {s['mask_prompt']}")
+    how = f"{s['iters']} steps of {s['batch_size']} x {s['grad_accumulation_steps']} rows"
+    print(
+        f"{how}, {s['optimizer']}, {s['lr_schedule']} rate {s['learning_rate']}, warmup {s['warmup']}"
+    )
+
+
+def limit_memory() -> None:
+    """Bounds the allocator's cache, which would else grow with every new shape; wires memory on Metal."""
+    mx.reset_peak_memory()
+    mx.set_cache_limit(2 << 30)
+    if mx.metal.is_available():
+        mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+
+
+def sample_prompt(rows: dict) -> dict | None:
+    """The first row with a prompt, of the validation set if there is one."""
+    for split in ("valid", "train"):
+        for _, row in rows[split]:
+            if "prompt" in row or row.get("messages", [{}])[-1].get("role") == "assistant":
+                return row
+    return None
+
+
+def show_sample(when: str, model, tokenizer, row: dict, count: int) -> None:
+    """Prints the model's greedy reply to a row's prompt."""
+    if "prompt" in row:
+        ids, shown = quant.prompt_ids(tokenizer, row["prompt"]), row["prompt"]
+    else:
+        turns = row["messages"][:-1]
+        ids = tokenizer.encode(tokenizer.chat(turns, row.get("tools"), reply=True), special=False)
+        shown = turns[-1].get("content", "") if turns else ""
+    training = model.training
+    model.eval()
+    reply = tokenizer.decode(list(quant.stream(model, ids, tokenizer.eos_ids, count)))
+    model.train(training)
+    print(f"{when}: {shown!r} -> {reply.strip()!r}")
+
+
+def with_config(function: Callable, flags: dict) -> dict:
+    """Adds what --config's file says, or the tiny model's own file where nothing names a model."""
+    path = flags.get("config")
+    if path is None and "model" not in flags:
+        path = str(TINY / "train.yaml")
+    if path is None:
+        return flags
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--config {path}: not YAML or JSON: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(f"--config {path}: wanted keys and values, got a {type(found).__name__}")
+    found = {k.replace("-", "_"): v for k, v in from_mlx_lm(found).items()}
+    names = list(inspect.signature(function).parameters)
+    words = []
+    for key, value in found.items():
+        if key not in names or key == "config":
+            near = difflib.get_close_matches(key, names, 1, 0.5)
+            raise UserError(
+                f"--config {path}: unknown key {key!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        if value is not None:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            text = ",".join(map(str, value)) if isinstance(value, list) else text
+            words.append(f"--{key}={text}")
+    return {**quant.parse(function, words), **flags}
+
+
+def from_mlx_lm(found: dict) -> dict:
+    """mlx-lm's nested spellings (lora_parameters, lr_schedule, optimizer_config) as flags."""
+    found = {k: v for k, v in found.items() if k != "train"}
+    found |= found.pop("lora_parameters", None) or {}
+    if file := found.pop("resume_adapter_file", None):
+        found["resume"] = file
+    if isinstance(schedule := found.get("lr_schedule"), dict):
+        name = {"cosine_decay": "cosine", "linear_schedule": "linear"}.get(schedule.get("name"))
+        values = [float(v) for v in schedule.get("arguments") or []]
+        if name is None or not values:
+            raise UserError(
+                f"lr_schedule: got {schedule}, wanted cosine_decay or linear_schedule with arguments"
+            )
+        found |= {
+            "lr_schedule": name,
+            "learning_rate": values[0],
+            "warmup": schedule.get("warmup", 0),
+        }
+        end = (
+            values[2]
+            if name == "cosine" and len(values) > 2
+            else values[1]
+            if name == "linear"
+            else 0
+        )
+        found["min_lr"] = end
+    if isinstance(nested := found.get("optimizer_config"), dict) and set(nested) <= set(OPTIMIZERS):
+        found["optimizer_config"] = nested.get(found.get("optimizer", "adam"))
+    return found
+
+
+if __name__ == "__main__":
+    quant.cli(train, with_config, (dora.UserError,))
