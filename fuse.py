@@ -2,13 +2,13 @@
 
     python fuse.py adapters/adapters.safetensors
 
-needs nothing else: base model, rank and scale come from the file. What is written is a plain model folder that
-quant.py, train.py and mlx-lm load: every adapted row becomes m/n (W + s BᵀAᵀ), formed in float32 and
-rounded once, packed as its layer was. With --bits or --group-size the adapted layers are packed so,
-whatever the base was (a dense base is then packed throughout); with --dequantize nothing is packed.
+needs nothing else: base model, rank and scale come from the file. What is written is a plain model
+folder that quant.py, train.py and mlx-lm load: every adapted row becomes m/n (W + s BᵀAᵀ), formed
+in float32 and rounded once, packed as its layer was. With --bits or --group-size the adapted
+layers are packed so, whatever the base was (a dense base is then packed throughout); with
+--dequantize nothing is packed.
 """
 
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -54,16 +54,17 @@ def fuse(
 
 def merge(model, config: dict, dequantize: bool, bits: int | None, group_size: int | None) -> dict:
     """Fuses every adapted layer of `model` in place, one at a time; returns the new config."""
+    from tqdm import tqdm
+
     packing = config.get("quantization")
-    for path, layer in dora.adapted(model).items():
+    layers = dora.adapted(model).items()
+    for path, layer in tqdm(layers, disable=None, unit="layer", desc="fusing"):
         fused = layer.fuse(dequantize, bits if packing else None, group_size if packing else None)
         mx.eval(fused.parameters())
         model.update_modules(tree_unflatten([(path, fused)]))
         if packing and (bits or group_size):
             how = dict(zip(("group_size", "bits", "mode"), dora.packing(fused), strict=True))
             config["quantization"][path] = how
-        print(f"\rfused {path:<60}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
     if dequantize and packing:
         return quant.unpack(model, config)
     if not packing and (bits or group_size):

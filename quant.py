@@ -1,19 +1,22 @@
 """quant.py: load, quantize, convert, save and run a language model on MLX.
 
-One file, no other file of the suite needed. What it replaces: a library of a hundred model files. Here
+One file, no other file of the suite needed. What it replaces: a library of a hundred model files.
+Here
 one decoder is written once and configured from the model's own config.json:
 
-    tokens (B, T) -> embed (B, T, D) -> N x [norm, attention, norm, gated MLP] -> norm -> logits (B, T, V)
+    tokens (B, T) -> embed (B, T, D) -> N x [norm, attention, norm, gated MLP] -> norm -> logits
+    (B, T, V)
 
-Families differ in data only (`FAMILIES`): which projections carry a bias, whether queries and keys are
-normed, which layers see a sliding window, which RoPE they use. Parameter paths are Hugging Face's, so
-checkpoints of theirs and of mlx-lm load unchanged and what is saved here loads there.
+Families differ in data only (`FAMILIES`): which projections carry a bias, whether queries and keys
+are normed, which layers see a sliding window, which RoPE they use. Parameter paths are Hugging
+Face's, so checkpoints of theirs and of mlx-lm load unchanged and what is saved here loads there.
 
-Packed weights. A packed matrix W (O, I) is `weight` (O, I·bits/32) uint32 with `scales` and, in affine mode,
-`biases` (O, I/group): W = scale·code + bias. Other modes (mxfp4, mxfp8, nvfp4) have 8-bit float scales
-and no biases. `x Wᵀ` is taken straight from the packed form for few tokens, and through a dense copy that
-lives only during the product for many, where the device is faster so (`dense_pays`). Backward makes
-the dense copy again instead of keeping it: a resident copy would cost what packing saved.
+Packed weights. A packed matrix W (O, I) is `weight` (O, I·bits/32) uint32 with `scales` and, in
+affine mode, `biases` (O, I/group): W = scale·code + bias. Other modes (mxfp4, mxfp8, nvfp4) have
+8-bit float scales and no biases. `x Wᵀ` is taken straight from the packed form for few tokens, and
+through a dense copy that lives only during the product for many, where the device is faster so
+(`dense_pays`). Backward makes the dense copy again instead of keeping it: a resident copy would
+cost what packing saved.
 
     python quant.py info MODEL
     python quant.py generate MODEL --prompt "What is the capital of France?"
@@ -66,7 +69,7 @@ TOKENIZER_FILES = (
 
 
 # --- Command line ---------------------------------------------------------------------------------
-# The same text stands in every leaf, so that each can be copied alone; a test keeps the copies equal.
+# The same text stands in every leaf, so that each can be copied alone; a test keeps them equal.
 
 
 class UserError(Exception):
@@ -74,7 +77,9 @@ class UserError(Exception):
 
 
 def coerce(name: str, text: str, wanted: object) -> object:
-    """Turns the text of a flag into the type its annotation names; a union is tried from left to right."""
+    """Turns the text of a flag into the type its annotation names; a union is tried from left to
+    right.
+    """
     for kind in typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,):
         low = text.lower()
         if kind is bool and low in ("true", "false"):
@@ -149,9 +154,10 @@ def show_help(function: typing.Callable) -> None:
 def cli(commands: object, expand: typing.Callable | None = None, errors: tuple = ()) -> None:
     """Runs a function, or one of a dict of functions, from the command line through Fire.
 
-    Fire calls the function first and complains about unknown flags afterwards, so flags are checked and
-    coerced here before. `expand(function, flags) -> flags` may add flags from elsewhere. UserError, OSError
-    and `errors` become one line on stderr and exit status 2; anything else keeps its traceback.
+    Fire calls the function first and complains about unknown flags afterwards, so flags are
+    checked and coerced here before. `expand(function, flags) -> flags` may add flags from
+    elsewhere. UserError, OSError and `errors` become one line on stderr and exit status 2;
+    anything else keeps its traceback.
     """
     argv = sys.argv[1:]
     try:
@@ -189,8 +195,9 @@ def cli(commands: object, expand: typing.Callable | None = None, errors: tuple =
 def dense_pays(tokens: int, dtype: mx.Dtype) -> bool:
     """Whether x Wᵀ for this many tokens is faster through a transient dense copy of a packed W.
 
-    Measured: Metal's packed product wins throughout; CUDA's loses from some 256 tokens on (H200, 4096 x 4096,
-    4-bit); the CPU backend's loses from 4 tokens on in float32 and always in half precision.
+    Measured: Metal's packed product wins throughout; CUDA's loses from some 256 tokens on (H200,
+    4096 x 4096, 4-bit); the CPU backend's loses from 4 tokens on in float32 and always in half
+    precision.
     """
     if mx.default_device().type == mx.DeviceType.cpu:
         return tokens >= 4 or dtype != mx.float32
@@ -199,10 +206,11 @@ def dense_pays(tokens: int, dtype: mx.Dtype) -> bool:
 
 @functools.cache
 def transient_product(group_size: int, bits: int, mode: str) -> typing.Callable:
-    """`f(x, weight, scales[, biases]) -> x Wᵀ` whose dense W lives in neither direction longer than its product.
+    """`f(x, weight, scales[, biases]) -> x Wᵀ` whose dense W lives in neither direction longer
+    than its product.
 
-    In backward W must depend on the cotangent: otherwise mx.compile merges it with the forward's and keeps
-    the dense matrix from one to the other.
+    In backward W must depend on the cotangent: otherwise mx.compile merges it with the forward's
+    and keeps the dense matrix from one to the other.
     """
 
     def dense(x, packed):
@@ -293,7 +301,9 @@ class Spec:
 
     @classmethod
     def read(cls, config: dict) -> "Spec":
-        """Raises UserError for an unknown model_type, activation or RoPE type and for missing keys."""
+        """Raises UserError for an unknown model_type, activation or RoPE type and for missing
+        keys.
+        """
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise UserError(
@@ -340,10 +350,12 @@ class Spec:
 
 
 def rope_frequencies(rope: dict, dims: int, max_positions: int) -> tuple:
-    """The wavelengths of RoPE in float64: (freqs (dims/2,), or a function of the length, and the attention factor).
+    """The wavelengths of RoPE in float64: (freqs (dims/2,), or a function of the length, and the
+    attention factor).
 
-    Position p turns pair i by p / freqs[i]. Types and formulas as in Hugging Face's modeling_rope_utils: default,
-    linear, dynamic (NTK), llama3, yarn (Peng et al. 2023), longrope (Ding et al. 2024).
+    Position p turns pair i by p / freqs[i]. Types and formulas as in Hugging Face's
+    modeling_rope_utils: default, linear, dynamic (NTK), llama3, yarn (Peng et al. 2023), longrope
+    (Ding et al. 2024).
 
     Raises:
         UserError: on any other type, by name, and when the type's own keys are missing.
@@ -421,7 +433,9 @@ def _yarn(rope, base, factor, original, dims):
 
 
 class RoPE(nn.Module):
-    """Rotary position embedding of x (B, heads, T, dims), rotate-half layout, every scaling in one place."""
+    """Rotary position embedding of x (B, heads, T, dims), rotate-half layout, every scaling in one
+    place.
+    """
 
     def __init__(self, rope: dict, dims: int, max_positions: int):
         super().__init__()
@@ -442,7 +456,9 @@ class RoPE(nn.Module):
 
 
 class KVCache:
-    """Keys and values of one layer (B, heads, positions, dims); with a window, only as many as it can see."""
+    """Keys and values of one layer (B, heads, positions, dims); with a window, only as many as it
+    can see.
+    """
 
     def __init__(self, window: int | None = None):
         self.window, self.offset, self.keys, self.values = window, 0, None, None
@@ -476,7 +492,9 @@ class KVCache:
 
 
 def attention_mask(T: int, window: int | None, seen: int = 0) -> mx.array | str | None:
-    """Causal mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen + T)."""
+    """Causal mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen +
+    T).
+    """
     if window is None or seen + T <= window:
         return None if T == 1 else "causal"
     query, key = mx.arange(seen, seen + T)[:, None], mx.arange(seen + T)[None]
@@ -552,8 +570,9 @@ class Stack(nn.Module):
 class Model(nn.Module):
     """The decoder: `model(tokens (B, T), cache=None) -> logits (B, T, V)`.
 
-    `hidden` and `head` are its two halves, so that a loss can go without all the logits. With `checkpoint` set,
-    training keeps only each layer's input and computes the rest again in backward.
+    `hidden` and `head` are its two halves, so that a loss can go without all the logits. With
+    `checkpoint` set, training keeps only each layer's input and computes the rest again in
+    backward.
     """
 
     def __init__(self, spec: Spec):
@@ -597,7 +616,9 @@ class Model(nn.Module):
 
 
 def checkpointed(layer: nn.Module, h: mx.array, mask) -> mx.array:
-    """layer(h, mask), recomputed in backward. Trainable parameters go in as arguments, else they get no gradient."""
+    """layer(h, mask), recomputed in backward. Trainable parameters go in as arguments, else they
+    get no gradient.
+    """
 
     def run(parameters, h):
         layer.update(parameters)
@@ -614,14 +635,16 @@ def load(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]
 
     Args:
         path: a folder (config.json, *.safetensors, tokenizer files), a hub id, or a .gguf file.
-        dtype: None keeps what the file has; a name from `DTYPES` converts; "auto" keeps it on a GPU and takes float32
+        dtype: None keeps what the file has; a name from `DTYPES` converts; "auto" keeps it on a
+        GPU and takes float32
             on the CPU, whose half precision is 20 to 50 times slower.
 
     Returns:
         The model in evaluation mode with lazy weights, the tokenizer, and config.json as a dict.
 
     Raises:
-        UserError: whatever is missing, foreign or does not fit, named with both shapes where there are two.
+        UserError: whatever is missing, foreign or does not fit, named with both shapes where there
+        are two.
     """
     if dtype == "auto":
         dtype = "float32" if mx.default_device().type == mx.DeviceType.cpu else None
@@ -648,7 +671,9 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def find(path: str) -> Path:
-    """The local folder or .gguf file that `path` names, downloaded through the hub's cache if it is a hub id."""
+    """The local folder or .gguf file that `path` names, downloaded through the hub's cache if it
+    is a hub id.
+    """
     local = Path(path).expanduser()
     if local.is_file() and local.suffix != ".gguf":
         raise UserError(f"{path}: got a file, wanted a folder, a .gguf file or a hub id")
@@ -698,14 +723,17 @@ def read_config(folder: Path) -> dict:
         if method := theirs.get("quant_method"):
             how = f" (format {theirs['format']})" if theirs.get("format") else ""
             raise UserError(
-                f"{folder}: packed by {method!r}{how}, which MLX cannot read; use the original or an MLX conversion"
+                f"{folder}: packed by {method!r}{how}, which MLX cannot read; "
+                "use the original or an MLX conversion"
             )
         config["quantization"] = theirs
     return config
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of the folder's *.safetensors, lazily. A truncated file is found here, not in mid-use."""
+    """Every tensor of the folder's *.safetensors, lazily. A truncated file is found here, not in
+    mid-use.
+    """
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -727,7 +755,9 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def text_weights(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
-    """Keeps the text model's tensors of a multimodal checkpoint, under a text model's names; lists the rest."""
+    """Keeps the text model's tensors of a multimodal checkpoint, under a text model's names; lists
+    the rest.
+    """
     kept, ignored = {}, []
     wrapped = any("language_model." in k for k in weights)
     for name, array in weights.items():
@@ -797,7 +827,9 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
 
 
 def settle_head(tied: bool | None, weights: dict[str, mx.array], where: str) -> bool:
-    """Whether the head is the embedding, by flag and by file; drops a head that only repeats the embedding."""
+    """Whether the head is the embedding, by flag and by file; drops a head that only repeats the
+    embedding.
+    """
     head = [k for k in weights if k.startswith("lm_head.")]
     if tied is False and not head:
         raise UserError(f"{where}: tie_word_embeddings is false but there is no lm_head tensor")
@@ -840,8 +872,8 @@ class Tokenizer:
     """A `tokenizers` tokenizer with what the model's files say about BOS, EOS and chat.
 
     Attributes:
-        eos_ids: ids that end a generation; `eos_id` is the one to train on, None if the model has none.
-        files: file name -> bytes, what a saved model must carry along unchanged.
+        eos_ids: ids that end a generation; `eos_id` is the one to train on, None if the model has
+        none. files: file name -> bytes, what a saved model must carry along unchanged.
     """
 
     def __init__(self, files: dict[str, bytes], config: dict):
@@ -885,7 +917,9 @@ class Tokenizer:
         return None if text is None else self.core.token_to_id(text)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; with `special`, BOS and EOS are added as the model's files say, BOS never twice."""
+        """Token ids; with `special`, BOS and EOS are added as the model's files say, BOS never
+        twice.
+        """
         adds = self.settings.get("add_bos_token")  # where present it outranks tokenizer.json
         ids = self.core.encode(text, add_special_tokens=special and adds is not False).ids
         if special and self.bos_id is not None:
@@ -902,7 +936,9 @@ class Tokenizer:
 
     @property
     def template(self) -> str | None:
-        """The chat template's source: chat_template.jinja, else tokenizer_config.json's (a text or a named list)."""
+        """The chat template's source: chat_template.jinja, else tokenizer_config.json's (a text or
+        a named list).
+        """
         if file := self.files.get("chat_template.jinja"):
             return file.decode()
         found = self.settings.get("chat_template")
@@ -913,7 +949,8 @@ class Tokenizer:
         return found
 
     def chat(self, messages: list[dict], tools: list | None = None, reply: bool = False) -> str:
-        """The conversation as text by the model's template, with the assistant's header at the end if `reply`.
+        """The conversation as text by the model's template, with the assistant's header at the end
+        if `reply`.
 
         Raises:
             UserError: no template, jinja2 not installed, or the template's own refusal.
@@ -984,8 +1021,11 @@ GGUF_TENSORS = {  # llama.cpp's names below blk.N. -> ours below model.layers.N.
     "ffn_down": "mlp.down_proj",
 }
 GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GGUF_SPLITS = {  # tokenizer.ggml.pre -> the regular expression before byte-level BPE; None: digits, then GPT-2's
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GGUF_SPLITS = {  # tokenizer.ggml.pre -> regular expression before byte-level BPE; None: digits
     "smollm": None,
     "llama-bpe": WORDS % "{1,3}",
     "llama3": WORDS % "{1,3}",
@@ -999,8 +1039,8 @@ GGUF_SPLITS = {  # tokenizer.ggml.pre -> the regular expression before byte-leve
 def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
     """Weights, config and tokenizer of a GGUF file, Q4_0, Q4_1 and Q8_0 staying packed as they are.
 
-    llama.cpp stores q and k of `llama` models with each head's two RoPE halves interleaved; a row of W is a row of its
-    packed form, so undoing it moves packed rows and requantizes nothing.
+    llama.cpp stores q and k of `llama` models with each head's two RoPE halves interleaved; a row
+    of W is a row of its packed form, so undoing it moves packed rows and requantizes nothing.
     """
     try:
         arrays, meta = mx.load(str(path), return_metadata=True)
@@ -1049,7 +1089,9 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
 
 
 def gguf_packing(weights: dict[str, mx.array]) -> dict:
-    """MLX's `quantization` for tensors packed in groups of 32: the commonest bits, with the others as overrides."""
+    """MLX's `quantization` for tensors packed in groups of 32: the commonest bits, with the others
+    as overrides.
+    """
     scales = {k[:-7]: a for k, a in weights.items() if k.endswith(".scales")}
     bits = {
         k: weights[f"{k}.weight"].shape[-1] * 32 // (a.shape[-1] * 32) for k, a in scales.items()
@@ -1124,8 +1166,7 @@ def gguf_config(meta: dict, arch: str, factors: mx.array | None, path: Path) -> 
 
 def gguf_tokenizer(meta: dict, config: dict, path: Path) -> Tokenizer:
     """Rebuilds tokenizer.json and tokenizer_config.json from GGUF metadata."""
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Regex
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Core
 
     def get(key, default=None):
@@ -1192,7 +1233,9 @@ def gguf_tokenizer(meta: dict, config: dict, path: Path) -> Tokenizer:
 
 
 def spm_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """BPE merges of a SentencePiece vocabulary: every split of a piece into two pieces, best-scored piece first."""
+    """BPE merges of a SentencePiece vocabulary: every split of a piece into two pieces,
+    best-scored piece first.
+    """
     rank = {t: (-s, i) for i, (t, s) in enumerate(zip(tokens, scores, strict=True))}
     found = []
     for piece in tokens:
@@ -1206,7 +1249,8 @@ def spm_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
 
 
 class Output:
-    """A folder that appears whole or not at all: written under a temporary name beside it, fsynced, renamed.
+    """A folder that appears whole or not at all: written under a temporary name beside it,
+    fsynced, renamed.
 
         with Output("fused_model") as folder: ...
 
@@ -1247,7 +1291,8 @@ def sync(path: Path) -> None:
 
 
 def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: Tokenizer) -> None:
-    """Writes a model folder that this suite and mlx-lm load: shards of 5 GB at most, config, tokenizer files.
+    """Writes a model folder that this suite and mlx-lm load: shards of 5 GB at most, config,
+    tokenizer files.
 
     `weights` is emptied shard by shard, so lazy arrays take memory for one shard at a time.
     """
@@ -1291,7 +1336,9 @@ def save_model(folder: Path, model: Model, config: dict, tokenizer: Tokenizer) -
 def pack(
     model: Model, config: dict, group_size: int, bits: int, mode: str
 ) -> tuple[dict, list[str]]:
-    """Quantizes every layer whose width the group divides; the rest stays dense, in config["quantization"] as false."""
+    """Quantizes every layer whose width the group divides; the rest stays dense, in
+    config["quantization"] as false.
+    """
     default = check_packing(group_size, bits, mode)
     layers = {p: m for p, m in model.named_modules() if hasattr(m, "to_quantized")}
     skipped = sorted(p for p, m in layers.items() if m.weight.shape[-1] % default["group_size"])
@@ -1305,7 +1352,9 @@ def pack(
 
 
 def unpack(model: Model, config: dict) -> dict:
-    """Replaces packed layers by dense ones in the model's floating dtype; returns the config without quantization."""
+    """Replaces packed layers by dense ones in the model's floating dtype; returns the config
+    without quantization.
+    """
     dtype, dense = model.model.norm.weight.dtype, []
     for path, layer in model.named_modules():
         if "scales" not in layer:
@@ -1328,7 +1377,9 @@ def unpack(model: Model, config: dict) -> dict:
 
 
 def sample(logits: mx.array, temperature: float, top_p: float) -> mx.array:
-    """logits (B, V) -> token ids (B,): the likeliest at temperature 0, else drawn from the nucleus of mass top_p."""
+    """logits (B, V) -> token ids (B,): the likeliest at temperature 0, else drawn from the nucleus
+    of mass top_p.
+    """
     if temperature == 0:
         return mx.argmax(logits, axis=-1)
     logits = logits.astype(mx.float32) / temperature
@@ -1349,7 +1400,9 @@ def stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> typing.Iterator[int]:
-    """Yields new token ids, the next one already being computed while the caller handles this one."""
+    """Yields new token ids, the next one already being computed while the caller handles this
+    one.
+    """
     cache = model.make_cache()
     tokens, chunk = mx.array([ids]), 512
     while (
@@ -1430,13 +1483,16 @@ def info(model: str) -> None:
     ]
     kinds = ", ".join(f"{packed.count(k)} layers {k}" for k in sorted(set(packed)))
     print(
-        f"model      {model}: {config['model_type']}, {spec.num_hidden_layers} layers, width {spec.hidden_size}"
+        f"model      {model}: {config['model_type']}, {spec.num_hidden_layers} layers, "
+        f"width {spec.hidden_size}"
     )
     print(
-        f"attention  {spec.num_attention_heads} heads of {spec.head_dim}, {spec.num_key_value_heads} for keys and values"
+        f"attention  {spec.num_attention_heads} heads of {spec.head_dim}, "
+        f"{spec.num_key_value_heads} for keys and values"
     )
     print(
-        f"context    {spec.max_position_embeddings}, rope {spec.rope['rope_type']}, windows {sorted(set(map(str, spec.windows)))}"
+        f"context    {spec.max_position_embeddings}, rope {spec.rope['rope_type']}, "
+        f"windows: {', '.join(sorted(set(map(str, spec.windows)))).lower()}"
     )
     print(
         f"weights    {count / 1e6:.1f} M, {nbytes / 1e6:.1f} MB, {nbytes * 8 / count:.2f} bits each"
@@ -1444,7 +1500,8 @@ def info(model: str) -> None:
     print(f"packed     {kinds or 'no'}{f'; config {packing}' if packing else ''}")
     print(f"vocabulary {spec.vocab_size}, {'tied' if spec.tie_word_embeddings else 'untied'} head")
     print(
-        f"tokenizer  bos {tokenizer.bos_id}, eos {sorted(tokenizer.eos_ids)}, chat template: {'yes' if tokenizer.template else 'no'}"
+        f"tokenizer  bos {tokenizer.bos_id}, eos {sorted(tokenizer.eos_ids)}, "
+        f"chat template: {'yes' if tokenizer.template else 'no'}"
     )
 
 
@@ -1455,7 +1512,9 @@ def quantize(
     group_size: int | None = None,
     mode: str = "affine",
 ) -> None:
-    """Packs a dense model. Modes: affine (2, 3, 4, 5, 6, 8 bits, groups of 32, 64, 128), mxfp4, mxfp8, nvfp4."""
+    """Packs a dense model. Modes: affine (2, 3, 4, 5, 6, 8 bits, groups of 32, 64, 128), mxfp4,
+    mxfp8, nvfp4.
+    """
     check_packing(group_size, bits, mode)
     with Output(save_path) as folder:
         loaded, tokenizer, config = load(model)
@@ -1501,7 +1560,8 @@ def generate(
 ) -> None:
     """Answers a prompt, printing text as it comes and tokens/s at the end.
 
-    The prompt is one user turn in the model's chat template where it has one; --raw sends it as it stands.
+    The prompt is one user turn in the model's chat template where it has one; --raw sends it as it
+    stands.
     --adapter FILE_OR_FOLDER needs dora.py beside this file.
     """
     if adapter is not None:
@@ -1532,7 +1592,8 @@ def generate(
     rate = f"{(count - 1) / (now - first):.1f} tokens/s" if count > 1 else "no rate"
     took = (first or now) - start
     print(
-        f"\n[{len(ids)} prompt tokens in {took:.2f} s, {count} new tokens, {rate}, peak {mx.get_peak_memory() / 1e9:.2f} GB]",
+        f"\n[{len(ids)} prompt tokens in {took:.2f} s, {count} new tokens, {rate}, "
+        f"peak {mx.get_peak_memory() / 1e9:.2f} GB]",
         file=sys.stderr,
     )
 

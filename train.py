@@ -5,25 +5,28 @@
     python train.py --config run.yaml --learning-rate 2e-5          flags win over the file
     python train.py ... --resume                          go on from the newest checkpoint
 
-The loss of a step is the sum over all trained tokens of its examples, divided by their number, so padding,
-the split into micro-batches and (later) ranks do not change it. An iteration is one optimizer
-update on `--grad-accumulation-steps` micro-batches of `--batch-size` examples; schedules count updates.
+The loss of a step is the sum over all trained tokens of its examples, divided by their number, so
+padding, the split into micro-batches and (later) ranks do not change it. An iteration is one
+optimizer update on `--grad-accumulation-steps` micro-batches of `--batch-size` examples; schedules
+count updates.
 
-Which examples make a batch is a function of (seed, step) alone: examples are shuffled, sorted by padded
-length, cut into batches, and the batches permuted, anew every epoch. The last, short batch is filled up
-with empty rows, so every example is seen. Lengths are padded to about four sizes per octave, so few
-shapes reach the compiler. Resuming needs no more than the step: weights, moments and the random
-state come from the checkpoint, and the run goes on bit for bit as if it had not stopped.
+Which examples make a batch is a function of (seed, step) alone: examples are shuffled, sorted by
+padded length, cut into batches, and the batches permuted, anew every epoch. The last, short batch
+is filled up with empty rows, so every example is seen. Lengths are padded to about four sizes per
+octave, so few shapes reach the compiler. Resuming needs no more than the step: weights, moments
+and the random state come from the checkpoint, and the run goes on bit for bit as if it had not
+stopped.
 
 The head never sees masked tokens, and its logits exist for some hundred tokens at a time: forward
-computes the gradient with respect to the last hidden state too (`head_loss`), backward only scales it.
+computes the gradient with respect to the last hidden state too (`head_product`), backward only
+scales it.
 
 What a run leaves in --adapter-path:
 
-    adapters.safetensors  adapter_config.json      the newest weights (also an mlx-lm adapter folder)
+    adapters.safetensors  adapter_config.json      the newest weights; mlx-lm loads the folder
     checkpoints/0000100/                           the same, with state.safetensors and state.json
     best/                                          the weights of the lowest validation loss
-    log.jsonl  loss.svg                            what was reported (svg where matplotlib is installed)
+    log.jsonl  loss.svg                            what was reported (svg needs matplotlib)
 """
 
 import datetime
@@ -70,7 +73,9 @@ if not TINY.exists():  # installed from a wheel
 
 
 def read_split(folder: Path, split: str) -> list[tuple[str, dict]]:
-    """Rows of `<split>.jsonl` as (file:line, row); [] if there is no such file. UTF-8, BOM tolerated."""
+    """Rows of `<split>.jsonl` as (file:line, row); [] if there is no such file. UTF-8, BOM
+    tolerated.
+    """
     path, rows = folder / f"{split}.jsonl", []
     if not path.exists():
         return rows
@@ -130,9 +135,10 @@ def read_data(data: str) -> dict[str, list]:
 def encode(row: dict, tokenizer: quant.Tokenizer, mask: bool | str) -> tuple[list[int], list[bool]]:
     """(token ids, which of them are trained on) of one row.
 
-    `text` and plain completions end in exactly one EOS, which is always trained on. Prompt and completion become a
-    user and an assistant turn where the model has a chat template. With `mask`, only what the assistant says is
-    trained: every turn up to and with its end-of-turn token, or with "last" the last turn only.
+    `text` and plain completions end in exactly one EOS, which is always trained on. Prompt and
+    completion become a user and an assistant turn where the model has a chat template. With
+    `mask`, only what the assistant says is trained: every turn up to and with its end-of-turn
+    token, or with "last" the last turn only.
     """
     if "messages" in row or ("prompt" in row and tokenizer.template is not None):
         turns = row.get("messages") or [
@@ -177,10 +183,12 @@ def encode_chat(
 
 
 def assistant_span(turns, i: int, tools, tokenizer, text: str) -> tuple[int, int, int]:
-    """(where turn i's words begin, where they end, where the turn ends at the latest) in the rendered text.
+    """(where turn i's words begin, where they end, where the turn ends at the latest) in the
+    rendered text.
 
-    The words begin behind the header, which is what the template adds when asked for a reply. Templates may show
-    a turn differently once others follow (Qwen3 drops its thinking), so the end is searched for.
+    The words begin behind the header, which is what the template adds when asked for a reply.
+    Templates may show a turn differently once others follow (Qwen3 drops its thinking), so the end
+    is searched for.
     """
     before = tokenizer.chat(turns[:i], tools) if i else ""
     if not text.startswith(before):
@@ -199,7 +207,9 @@ def assistant_span(turns, i: int, tools, tokenizer, text: str) -> tuple[int, int
 
 
 class Examples:
-    """A tokenized split: `ids` and `trained` per row, cut at `max_seq_length`, and their batches."""
+    """A tokenized split: `ids` and `trained` per row, cut at `max_seq_length`, and their
+    batches.
+    """
 
     def __init__(self, rows: list, tokenizer, mask: bool | str, max_seq_length: int):
         self.ids, self.trained, self.where, cut, empty = [], [], [], 0, 0
@@ -238,7 +248,8 @@ class Examples:
         return [batches[i] for i in rng.permutation(len(batches))] if seed is not None else batches
 
     def batch(self, rows: np.ndarray, batch_size: int) -> tuple[mx.array, mx.array, mx.array]:
-        """tokens (B, T + 1), and of the trained ones: places (N,) in the flat (B T), weights (N,) 0 or 1.
+        """tokens (B, T + 1), and of the trained ones: places (N,) in the flat (B T), weights (N,)
+        0 or 1.
 
         N is rounded up to a quarter of B T, with weight 0 on what fills it up.
         """
@@ -276,10 +287,11 @@ def buckets(longest: int) -> np.ndarray:
 
 @functools.cache
 def head_product(how: tuple | None) -> Callable:
-    """`f(h (N, D), targets (N,), weights (N,), head tensors) -> weighted sum of cross-entropies`, in chunks.
+    """`f(h (N, D), targets (N,), weights (N,), head tensors) -> weighted sum of cross-entropies`,
+    in chunks.
 
-    One pass makes the loss and its gradient with respect to h while the logits of a chunk exist, so they
-    never exist all at once and the head is unpacked once. The head itself gets no gradient.
+    One pass makes the loss and its gradient with respect to h while the logits of a chunk exist,
+    so they never exist all at once and the head is unpacked once. The head itself gets no gradient.
     """
 
     @mx.custom_function
@@ -319,7 +331,8 @@ def loss_sum(model: nn.Module, tokens: mx.array, places: mx.array, weights: mx.a
 def learning_rate(
     step: int, peak: float, iters: int, schedule: str, warmup: int, minimum: float
 ) -> float:
-    """The rate of update `step` (from 0): linear from 0 to `peak` over `warmup` updates, then the schedule.
+    """The rate of update `step` (from 0): linear from 0 to `peak` over `warmup` updates, then the
+    schedule.
 
     constant: peak; linear and cosine: from peak at `warmup` to `minimum` at `iters`.
     """
@@ -351,9 +364,14 @@ class Run:
         self.clip = clip
 
     def compile(self) -> None:
-        """Compiles the steps around the present state; call it once all of the state is in place."""
+        """Compiles the steps around the present state; call it once all of the state is in
+        place.
+        """
         value_and_grad = nn.value_and_grad(self.model, loss_sum)
-        state = [self.model.state, mx.random.state]  # outputs too: tracing leaves tracers in the model
+        state = [
+            self.model.state,
+            mx.random.state,
+        ]  # outputs too: tracing leaves tracers in the model
 
         @functools.partial(mx.compile, inputs=state, outputs=state)
         def gradients(tokens, places, weights):
@@ -408,7 +426,9 @@ class Run:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a folder that then appears whole under its name, replacing what was there."""
+    """Lets `write` fill a folder that then appears whole under its name, replacing what was
+    there.
+    """
     temporary, old = (
         folder.with_name(f".{folder.name}.tmp"),
         folder.with_name(f".{folder.name}.old"),
@@ -440,7 +460,9 @@ class Checkpoints:
         dora.save_adapter(folder, model, self.base, self.config)
 
     def save(self, run: Run, settings: dict) -> Path:
-        """Writes checkpoints/<step>, then makes its weights the run's newest; older state is thinned out."""
+        """Writes checkpoints/<step>, then makes its weights the run's newest; older state is
+        thinned out.
+        """
         folder = self.root / "checkpoints" / f"{run.step:07d}"
 
         def write(temporary: Path) -> None:
@@ -504,8 +526,8 @@ def restore(run: Run, folder: Path, settings: dict) -> None:
     for key, now in settings.items():
         if facts.get(key) != now:
             raise UserError(
-                f"--resume: {folder} was made with {key} {facts.get(key)}, now it is {now}; to start anew "
-                f"from its weights: --resume {folder / 'adapters.safetensors'}"
+                f"--resume: {folder} was made with {key} {facts.get(key)}, now it is {now}; "
+                f"to start anew from its weights: --resume {folder / 'adapters.safetensors'}"
             )
     state = mx.load(str(folder / "state.safetensors"))
     mx.random.state[0] = state.pop("random")
@@ -621,15 +643,16 @@ def train(
     Without flags it trains the tiny model that ships with the suite. Rows have "text", "prompt" and
     "completion", or "messages" (and "tools"). What a flag means where its name does not say:
 
-    --train-type        dora, lora, or full (a dense model's own weights); --fine-tune-type is the same
+    --train-type        dora, lora, or full (a dense model's own weights); also --fine-tune-type
     --iters             optimizer updates, of --grad-accumulation-steps x --batch-size examples each
     --num-layers        how many blocks to adapt, from the last; -1 for all
     --scale             s in W + s (AB)T, multiplied directly; PEFT's alpha / rank
     --keys              which linear layers: q_proj,v_proj or globs; all of them if not given
-    --optimizer         adam, adamw, sgd, lion, muon, adafactor; --optimizer-config '{"weight_decay": 0.1}'
-    --lr-schedule       constant, linear or cosine, from the peak after --warmup to --min-lr at the end
-    --mask-prompt       train on the assistant's words only: true for all its turns, last for the last
-    --resume            from the newest checkpoint, from a checkpoint folder, or from an adapter's weights alone
+    --optimizer         adam, adamw, sgd, lion, muon, adafactor
+    --optimizer-config  its own settings: '{"weight_decay": 0.1}'
+    --lr-schedule       constant, linear or cosine: from the peak after --warmup to --min-lr
+    --mask-prompt       train on the assistant's words only: true for all turns, or last
+    --resume            the newest checkpoint, a checkpoint folder, or an adapter's weights alone
     --test              evaluate on test.jsonl at the end
     --sample-tokens     show a reply of so many tokens before and after
     --config            YAML or JSON with any of these flags; those on the command line win
@@ -705,8 +728,8 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
             last = saved or (files.all() or [None])[-1]
             raise UserError(
                 f"step {run.step}: loss {part / count}, gradient norm {norm}; stopped. Rows: {where}. "
-                f"Last good checkpoint: {last or 'none yet'}. Try a lower --learning-rate, --grad-clip 1 "
-                "or --dtype float32."
+                f"Last good checkpoint: {last or 'none yet'}. Try a lower --learning-rate, "
+                "--grad-clip 1 or --dtype float32."
             )
         loss, tokens, steps = loss + part, tokens + count, steps + 1
         seconds += time.perf_counter() - began
@@ -748,7 +771,9 @@ def micro_batches(examples: Examples, s: dict, step: int) -> Iterator[np.ndarray
 
 
 class Stop:
-    """Ctrl-C or SIGTERM: the first asks the loop to end after this step, the second ends at once."""
+    """Ctrl-C or SIGTERM: the first asks the loop to end after this step, the second ends at
+    once.
+    """
 
     def __init__(self):
         self.asked = False
@@ -826,7 +851,7 @@ def adapt(model: nn.Module, config: dict, s: dict, source: Path | None) -> None:
     if s["train_type"] == "full":
         if "quantization" in config:
             raise UserError(
-                f"{s['model']} is packed; full fine-tuning needs dense weights (quant.py dequantize)"
+                f"{s['model']} is packed; full fine-tuning needs dense weights: quant.py dequantize"
             )
         if not -1 <= s["num_layers"] <= len(model.layers) or s["num_layers"] == 0:
             raise UserError(
@@ -873,22 +898,20 @@ def describe(run: Run, s: dict, splits: dict) -> None:
     trainable = sum(a.size for _, a in tree_flatten(run.model.trainable_parameters()))
     total, _ = quant.size_of(run.model)
     share = f"{trainable / 1e6:.3f} M of {total / 1e6:.1f} M weights ({trainable / total:.2%})"
-    print(
-        f"training {share}: {s['train_type']}, rank {s['rank']}, scale {s['scale']}, seed {s['seed']}"
-    )
+    print("training {0}: {train_type}, rank {rank}, scale {scale}, seed {seed}".format(share, **s))
     if not trainable:
         raise UserError("nothing to train")
     rows = ", ".join(f"{len(e)} {k}" for k, e in splits.items() if len(e))
     targets = sum(int(t[1:].sum()) for t in splits["train"].trained)
     print(f"rows: {rows}; {targets} tokens to learn per epoch; mask-prompt {s['mask_prompt']}")
     how = f"{s['iters']} steps of {s['batch_size']} x {s['grad_accumulation_steps']} rows"
-    print(
-        f"{how}, {s['optimizer']}, {s['lr_schedule']} rate {s['learning_rate']}, warmup {s['warmup']}"
-    )
+    print("{0}, {optimizer}, {lr_schedule} rate {learning_rate}, warmup {warmup}".format(how, **s))
 
 
 def limit_memory() -> None:
-    """Bounds the allocator's cache, which would else grow with every new shape; wires memory on Metal."""
+    """Bounds the allocator's cache, which would else grow with every new shape; wires memory on
+    Metal.
+    """
     mx.reset_peak_memory()
     mx.set_cache_limit(2 << 30)
     if mx.metal.is_available():
@@ -966,7 +989,8 @@ def from_mlx_lm(found: dict) -> dict:
         values = [float(v) for v in schedule.get("arguments") or []]
         if name is None or not values:
             raise UserError(
-                f"lr_schedule: got {schedule}, wanted cosine_decay or linear_schedule with arguments"
+                f"lr_schedule: got {schedule}, wanted cosine_decay or linear_schedule "
+                "with arguments"
             )
         found |= {
             "lr_schedule": name,
