@@ -1,0 +1,191 @@
+"""Decoding and training speed at real models' shapes, random weights, against mlx-lm in one run.
+run.
+
+    python tests/bench_shapes.py qwen3-8b --rows 4 --length 1024
+    python tests/bench_shapes.py qwen3-0.6b
+
+Base affine 4-bit, group 64, bfloat16; adapters on all linear layers, R = 8, scale 20, Adam. Each
+side in a process of its own; medians, after three steps (training) or five tokens (decoding) to
+warm up. Decoding generates one token at a time from a prompt of 8, the adapter unfused;
+`pipelined` lets the next token be computed while the last is read. Weights are random, so losses
+only show that both sides train alike.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+import dora
+import quant
+import train
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
+SHAPES = {
+    "qwen3-8b": QWEN3
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": QWEN3
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def build(shape: str, side: str, kind: str):
+    """The model of one side with fresh adapters (none for kind "base")."""
+    mx.random.seed(0)
+    if side == "ours":
+        model = quant.Model(quant.Spec.read(SHAPES[shape]))
+    else:
+        from mlx_lm.models import qwen3
+
+        model = qwen3.Model(qwen3.ModelArgs.from_dict(SHAPES[shape]))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 64, 4)
+    mx.eval(model.parameters())
+    model.freeze()
+    if side == "ours" and kind != "base":
+        dora.adapt(model, 8, 20.0, kind=kind)
+    elif kind != "base":
+        from mlx_lm.tuner.utils import linear_to_lora_layers
+
+        settings = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+        linear_to_lora_layers(model, len(model.layers), settings, use_dora=kind == "dora")
+    mx.eval(model.parameters())
+    return model
+
+
+def decode(model, side: str, count: int = 40) -> tuple[float, float]:
+    """(tokens/s one at a time, pipelined)."""
+    model.eval()
+    if side == "ours":
+        cache = model.make_cache()
+    else:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        cache = make_prompt_cache(model)
+
+    def following(tokens):
+        return mx.argmax(model(tokens, cache=cache)[:, -1:], axis=-1)
+
+    token, times = following(mx.array([[1, 2, 3, 4, 5, 6, 7, 8]])), []
+    for _ in range(count):
+        start = time.perf_counter()
+        token = following(token)
+        mx.eval(token)
+        times.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(count):
+        new = following(token)
+        mx.async_eval(new)
+        token.item()
+        token = new
+    mx.eval(token)
+    return 1 / statistics.median(times[5:]), count / (time.perf_counter() - start)
+
+
+def steps(model, side: str, rows: int, length: int, count: int = 10):
+    """Yields (loss, seconds) of `count` training steps."""
+    mx.random.seed(1)
+    if side == "ours":
+        run = train.Run(model, optim.Adam(1e-5), None)
+        model.train()
+        run.compile()
+    else:
+        from mlx_lm.tuner.trainer import default_loss
+
+        optimizer, value_and_grad = optim.Adam(1e-5), nn.value_and_grad(model, default_loss)
+        model.train()
+        state = [model.state, optimizer.state]
+
+        def step(tokens, lengths):
+            (loss, _), grads = value_and_grad(model, tokens, lengths)
+            optimizer.update(model, grads)
+            return loss
+
+        step = mx.compile(step, inputs=state, outputs=state)
+    places, weights = mx.arange(rows * length), mx.ones((rows * length,))
+    for _ in range(count):
+        tokens = mx.random.randint(0, 1000, (rows, length + 1))
+        mx.eval(tokens, places, weights)
+        start = time.perf_counter()
+        if side == "ours":
+            total, tokens_seen, _ = run.advance([(tokens, places, weights)], 1e-5)
+            loss = total / tokens_seen
+        else:
+            loss = step(tokens, mx.array([[0, length + 1]] * rows))
+            mx.eval(state, loss)
+            loss = loss.item()
+        yield loss, time.perf_counter() - start
+
+
+def one(shape: str, side: str, kind: str, rows: int, length: int) -> None:
+    """One side in this process; prints its figures as JSON."""
+    model = build(shape, side, kind)
+    found = {"decode": decode(model, side)}
+    if kind != "base":
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        losses, seconds = zip(*steps(model, side, rows, length), strict=True)
+        found["train"] = rows * length / statistics.median(seconds[3:])
+        found |= {"loss": losses[-1], "peak": mx.get_peak_memory() / 1e9}
+    print(json.dumps(found))
+
+
+def bench(shape: str, rows: int = 4, length: int = 1024) -> None:
+    """Prints the table for a shape: base, LoRA and DoRA, of mlx-lm and of this suite."""
+    if shape not in SHAPES:
+        raise quant.UserError(f"got {shape!r}, wanted one of {', '.join(SHAPES)}")
+    print(
+        f"{shape}, {mx.default_device()}, mlx {mx.__version__}, training {rows} x {length} tokens"
+    )
+    print("| | decode, tokens/s (pipelined) | training, tokens/s | peak GB | loss |")
+    print("|---|---|---|---|---|")
+    for side in ("mlx-lm", "ours"):
+        for kind in ("base", "lora", "dora"):
+            code = (
+                f"import bench_shapes as b; b.one({shape!r}, {side!r}, {kind!r}, {rows}, {length})"
+            )
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(
+                command, cwd=Path(__file__).parent, text=True, capture_output=True
+            )
+            if done.returncode:
+                print(f"| {side} {kind} | failed: {done.stderr.strip().splitlines()[-1]} |")
+                continue
+            f = json.loads(done.stdout.splitlines()[-1])
+            training = "| {train:.0f} | {peak:.1f} | {loss:.4f} |" if "train" in f else "| | | |"
+            alone, piped = f["decode"]
+            print(
+                f"| {side} {kind} | {alone:.1f} ({piped:.1f}) " + training.format(**f), flush=True
+            )
+
+
+if __name__ == "__main__":
+    quant.cli(bench)
