@@ -76,15 +76,12 @@ def coerce(name: str, text: str, wanted: object) -> object:
             return text
         if typing.get_origin(kind) is list:
             (item,) = typing.get_args(kind)
-            return [
-                coerce(name, part.strip(), item)
-                for part in text.strip("[]()").split(",")
-                if part.strip()
-            ]
+            parts = [part.strip(" '\"") for part in text.strip("[]()").split(",")]
+            return [coerce(name, part, item) for part in parts if part]
         if kind in (int, float, dict):
             try:
                 value = json.loads(text) if kind is dict else kind(text)
-                if kind is not dict or isinstance(value, dict):
+                if isinstance(value, kind) and (kind is not float or math.isfinite(value)):
                     return value
             except ValueError:
                 pass
@@ -200,9 +197,7 @@ def dense(packed: list[mx.array], how: tuple | None, dtype: mx.Dtype) -> mx.arra
     """The weight (O, I) in `dtype`."""
     if how is None:
         return packed[0].astype(dtype)
-    if (
-        dtype == mx.float32 and len(packed) == 3
-    ):  # unrounded: in half precision W is rounded once more
+    if dtype == mx.float32 and len(packed) == 3:  # unrounded; half precision rounds W once more
         packed = [packed[0], *(p.astype(dtype) for p in packed[1:])]
     return mx.dequantize(*packed, group_size=how[0], bits=how[1], mode=how[2], dtype=dtype)
 
@@ -254,9 +249,7 @@ def product(x: mx.array, packed: list[mx.array], how: tuple | None, a: mx.array)
 
 @mx.custom_function
 def rescale(u: mx.array, g: mx.array) -> mx.array:
-    """g (O,) ⊙ u (T, O) in float32, returned in u's dtype. Its gradient sums over tokens in
-    float32.
-    """
+    """g (O,) ⊙ u (T, O) in u's dtype, formed in float32; so is the sum over tokens for g."""
     return (u * g).astype(u.dtype)
 
 
@@ -265,6 +258,19 @@ def _rescale_vjp(primals, cotangent, _):
     u, g = primals
     dg = (cotangent.astype(mx.float32) * u.astype(mx.float32)).sum(axis=0)
     return (cotangent * g).astype(u.dtype), dg
+
+
+@mx.custom_function
+def scaled_by(y: mx.array, m: mx.array) -> mx.array:
+    """y (T, O) as it is, m / n being part of it already; m's gradient is Σ c ⊙ y / m."""
+    return y
+
+
+@scaled_by.vjp
+def _scaled_by_vjp(primals, cotangent, _):
+    y, m = primals
+    dm = (cotangent.astype(mx.float32) * y.astype(mx.float32)).sum(axis=0) / m
+    return cotangent, mx.where(m == 0, 0, dm).astype(m.dtype)
 
 
 def square_norms(layer: nn.Module, chunk: int = 4096) -> mx.array:
@@ -312,9 +318,7 @@ class AdaptedLinear(nn.Module):
         linear.freeze()
 
     def _drop_cache(self):
-        object.__setattr__(
-            self, "_cache", None
-        )  # outside the module's state: not seen by mx.compile
+        object.__setattr__(self, "_cache", None)  # not in the module's state, nor mx.compile's
 
     def _set_training_mode(self, mode: bool):
         super()._set_training_mode(mode)
@@ -326,8 +330,7 @@ class AdaptedLinear(nn.Module):
             self._drop_cache()
 
     def norm(self, wa: mx.array) -> mx.array:
-        """n (O,) = ‖W_o + s Bᵀ_o Aᵀ‖₂ from aᵀWᵀ (R, O): the factored form, float32, without
-        gradient.
+        """n (O,) = ‖W_o + s Bᵀ_o Aᵀ‖₂ from aᵀWᵀ (R, O), factored, float32, without gradient.
 
         n² = ‖W_o‖² + 2s Σ_k (WA)_ok B_ko + s² Σ_kl B_ko (AᵀA)_kl B_lo. It cancels where sBᵀAᵀ is
         near -W; float32 has nothing to say below 1e-6 of the terms, so it is kept from falling
@@ -354,14 +357,14 @@ class AdaptedLinear(nn.Module):
         y = mx.addmm(y, self.dropout(x) @ A.astype(x.dtype), B.astype(x.dtype))
         if g is not None:
             y = rescale(y, g)
+        elif self.kind == "dora":
+            y = scaled_by(y, self.m)
         if "bias" in self.linear:
             y = y + self.linear.bias.astype(y.dtype)
         return y.reshape(*shape[:-1], -1)
 
     def _folded(self, dtype: mx.Dtype) -> tuple:
-        """(packed tensors, A, s B, g) for evaluation: g folded into scales, biases and B where it
-        can be.
-        """
+        """(packed, A, s B, g) for evaluation; g folded into scales, biases and B if it can be."""
         source = [*tensors(self.linear), *(self[k] for k in LEAVES if k in self)]
         if self._cache:
             old, how, folded = self._cache
@@ -373,12 +376,9 @@ class AdaptedLinear(nn.Module):
             _, wa = product(mx.zeros((1, A.shape[0])), packed, how, self.lora_a)
             g = self.gain(wa)
             if how and how[2] == "affine" and (how[1] <= 4 or packed[1].dtype == mx.float32):
-                wide = [p.astype(mx.float32) * g[:, None] for p in packed[1:]]
-                packed = [
-                    packed[0],
-                    *(w.astype(p.dtype) for w, p in zip(wide, packed[1:], strict=True)),
-                ]
-                B, g = B * g, None
+                g = mx.stop_gradient(g)  # m's gradient comes by way of `scaled_by`
+                wide = [(p.astype(mx.float32) * g[:, None]).astype(p.dtype) for p in packed[1:]]
+                packed, B, g = [packed[0], *wide], B * g, None
         folded = (packed, A, B.astype(dtype), g)
         object.__setattr__(self, "_cache", (source, (self.scale, dtype), folded))
         return folded
@@ -393,35 +393,35 @@ class AdaptedLinear(nn.Module):
         return W
 
     def fuse(
-        self, dequantize: bool = False, bits: int | None = None, group_size: int | None = None
-    ):
-        """The adapter merged into a plain layer: nn.Linear, or nn.QuantizedLinear packed like the
-        base.
+        self,
+        dequantize: bool = False,
+        bits: int | None = None,
+        group_size: int | None = None,
+        dtype: mx.Dtype = mx.bfloat16,
+    ) -> nn.Module:
+        """The adapter merged into a plain nn.Linear, or nn.QuantizedLinear packed like the base.
 
         `dequantize` leaves it dense; `bits` and `group_size` pack it (affine) whatever the base
-        was.
+        was. Floats are stored in the base's type, or in `dtype` where its scales are no floats.
         """
         W, how, base = self.fused_weight(), packing(self.linear), self.linear
-        storage = base.weight.dtype if how is None else base.scales.dtype
-        storage = storage if storage in (mx.float16, mx.bfloat16, mx.float32) else mx.bfloat16
+        own = base.weight.dtype if how is None else base.scales.dtype
+        storage = dtype if own == mx.uint8 else own
         if bits or group_size:
             same = how and how[2] == "affine"
-            how = (
-                group_size or (how[0] if same else 64),
-                bits or (how[1] if same else 4),
-                "affine",
-            )
+            old = how[:2] if same else (64, 4)
+            how = (group_size or old[0], bits or old[1], "affine")
         layer = nn.Linear(1, 1, bias="bias" in base)
         if how is None or dequantize:
             layer.weight = W.astype(storage)
+        elif W.shape[1] % how[0]:
+            raise UserError(f"a group size of {how[0]} does not divide the width of {W.shape}")
         else:
             layer.weight = W
             layer = nn.QuantizedLinear.from_linear(layer, *how)
             if how[2] == "affine":
-                layer.scales, layer.biases = (
-                    layer.scales.astype(storage),
-                    layer.biases.astype(storage),
-                )
+                layer.scales = layer.scales.astype(storage)
+                layer.biases = layer.biases.astype(storage)
         if "bias" in base:
             layer.bias = base.bias
         return layer
@@ -458,9 +458,7 @@ def block_prefixes(model: nn.Module) -> list[str]:
     return [where[id(layer)] for layer in model.layers]
 
 
-def choose(
-    model: nn.Module, keys: list[str] | None, num_layers: int
-) -> tuple[list[str], list[str]]:
+def choose(model: nn.Module, keys: list[str] | None, num_layers: int) -> tuple[list, list]:
     """(paths to adapt, keys as mlx-lm spells them) for the last `num_layers` blocks, -1 for all.
 
     A key is a layer's name (`q_proj`), its path in a block (`self_attn.q_proj`), a full path
@@ -471,10 +469,8 @@ def choose(
         UserError: a key that matches nothing, with what does exist.
     """
     blocks = block_prefixes(model)
-    if num_layers == 0 or num_layers < -1:
+    if num_layers not in (-1, *range(1, len(blocks) + 1)):
         raise UserError(f"num_layers: got {num_layers}, wanted -1 for all or 1 to {len(blocks)}")
-    if num_layers > len(blocks):
-        raise UserError(f"num_layers: got {num_layers}, but the model has {len(blocks)} layers")
     inside, outside, linear = {}, {}, set()
     for path, module in model.named_modules():
         holder = next((b for b in blocks if path.startswith(b + ".")), None)
@@ -487,15 +483,15 @@ def choose(
     candidates = {p: r for p, r in inside.items() if p[: -len(r) - 1] in chosen} | outside
     if keys is None:
         paths = [p for p, r in candidates.items() if p in inside and r in linear]
-    else:
+        return paths, sorted({candidates[p] for p in paths})
 
-        def matches(key, relative):
-            return fnmatchcase(relative, key) or fnmatchcase(relative, f"*.{key}")
+    def matches(key, relative):
+        return fnmatchcase(relative, key) or fnmatchcase(relative, f"*.{key}")
 
-        if lost := [k for k in keys if not any(matches(k, r) for r in candidates.values())]:
-            have = ", ".join(sorted(set(candidates.values())))
-            raise UserError(f"keys: {', '.join(lost)} match nothing in this model; it has: {have}")
-        paths = [p for p, r in candidates.items() if any(matches(k, r) for k in keys)]
+    if lost := [k for k in keys if not any(matches(k, r) for r in candidates.values())]:
+        have = ", ".join(sorted(set(candidates.values())))
+        raise UserError(f"keys: {', '.join(lost)} match nothing in this model; it has: {have}")
+    paths = [p for p, r in candidates.items() if any(matches(k, r) for k in keys)]
     return paths, sorted({candidates[p] for p in paths})
 
 
@@ -540,12 +536,17 @@ def wrap(model: nn.Module, paths: list[str], rank, scale, dropout, kind) -> None
     if not paths:
         raise UserError("no linear layer to adapt in this model")
     model.freeze()
-    new = [(p, AdaptedLinear(layers[p], rank, scale, dropout, kind)) for p in paths]
-    for path, layer in new:  # one by one: update_modules would not replace a module that is a root
-        holder, _, name = path.rpartition(".")
-        holder = layers[holder] if holder else model
-        holder[name] = layer
-        layer._set_training_mode(model.training)
+    new = {p: AdaptedLinear(layers[p], rank, scale, dropout, kind) for p in paths}
+    for path, layer in new.items():
+        put(model, path, layer.train(model.training))
+
+
+def put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    """Makes `layer` the module at `path`, whether a module, a list or a dict holds it."""
+    *parents, name = path.split(".")
+    for part in parents:
+        model = model[int(part) if isinstance(model, list) else part]
+    model[int(name) if isinstance(model, list) else name] = layer
 
 
 def adapted(model: nn.Module) -> dict[str, AdaptedLinear]:
@@ -555,23 +556,20 @@ def adapted(model: nn.Module) -> dict[str, AdaptedLinear]:
 def remove(model: nn.Module) -> None:
     """Puts the base layers back: the model's outputs are the base's again, exactly."""
     for path, layer in adapted(model).items():
-        holder, _, name = path.rpartition(".")
-        holder = dict(model.named_modules())[holder] if holder else model
-        holder[name] = layer.linear
+        put(model, path, layer.linear)
 
 
 # --- Adapter files --------------------------------------------------------------------------------
 
 
 def fingerprint(config: dict) -> str:
-    """Hash of the shape-giving part of a config.json: the same for every packing and dtype of a
-    model.
-    """
+    """Hash of what a config.json says of shapes: the same for every packing and dtype."""
     kept = (
         "model_type hidden_size num_hidden_layers intermediate_size num_attention_heads vocab_size "
         "num_key_value_heads head_dim rope_theta"
     ).split()
-    text = json.dumps([[k, config[k]] for k in kept if config.get(k) is not None])
+    found = [[k, v] for k in kept if (v := config.get(k)) is not None]
+    text = json.dumps([[k, float(v) if isinstance(v, int) else v] for k, v in found])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -592,8 +590,7 @@ def sketch(model: nn.Module, paths: list[str]) -> np.ndarray:
 def save_adapter(
     folder: Path, model: nn.Module, base: str = "", config: dict | None = None
 ) -> None:
-    """Writes adapters.safetensors (see `read_adapter`) and mlx-lm's adapter_config.json into
-    `folder`.
+    """Writes adapters.safetensors (see `read_adapter`) and mlx-lm's adapter_config.json.
 
     Without adapted layers it writes whatever is trainable, as kind "full".
     """
@@ -614,7 +611,10 @@ def save_adapter(
     num_layers = len(blocks) - min(first, default=0)
     metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "kind": kind}
     metadata |= {k: json.dumps(v) for k, v in parameters.items()}
-    metadata |= {"num_layers": str(num_layers), "fingerprint": fingerprint(config or {})}
+    metadata |= {
+        "num_layers": str(num_layers),
+        "fingerprint": fingerprint(config) if config else "",
+    }
     if layers:
         numbers = np.round(sketch(model, list(layers)).astype(np.float64), 7)
         metadata["sketch"] = json.dumps(numbers.tolist())
@@ -645,17 +645,22 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
     try:
         with safe_open(str(file), "np") as opened:
             meta = opened.metadata() or {}
-        weights = mx.load(str(file))
+        weights = mx.load(str(file), format="safetensors")
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"{file}: damaged or cut short: {error}") from None
     if meta.get("format") == FORMAT:
         if meta.get("version") != str(VERSION):
             got = meta.get("version")
             raise UserError(f"{file}: adapter format version {got}, this program reads {VERSION}")
-        settings = {k: meta[k] for k in ("base", "kind", "fingerprint")}
-        for key in ("rank", "scale", "dropout", "keys", "num_layers", "packing", "sketch"):
-            if key in meta:
+        try:
+            settings = {k: meta[k] for k in ("base", "kind", "fingerprint")}
+            wanted = ("rank", "scale", "dropout", "keys", "num_layers")
+            for key in (*wanted, *(k for k in ("packing", "sketch") if k in meta)):
                 settings[key] = json.loads(meta[key])
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{file}: its metadata is damaged: {error!r}") from None
+        if settings["kind"] not in (*KINDS, "full"):
+            raise UserError(f"{file}: kind {settings['kind']!r}, wanted dora or lora, or full")
     else:
         settings = mlx_lm_settings(file)
     check_tensors(file, weights, settings)
@@ -668,29 +673,23 @@ def mlx_lm_settings(file: Path) -> dict:
     if not beside.exists():
         raise UserError(f"{file}: no mlx-dora metadata in it and no adapter_config.json beside it")
     try:
-        config = json.loads(beside.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{beside}: not valid JSON: {error}") from None
+        config = dict(json.loads(beside.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{beside}: wanted one JSON object: {error}") from None
     kind, given = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
     if kind not in (*KINDS, "full"):
         raise UserError(f"{beside}: fine_tune_type {kind!r}, wanted {' or '.join(KINDS)}, or full")
-    if kind == "full":
-        given = {"scale": None}
+    given = {"scale": None} if kind == "full" else given
     if not isinstance(given, dict) or "scale" not in given:
-        raise UserError(
-            f"{beside}: wanted lora_parameters with rank and scale; got {sorted(config)}"
-        )
-    settings = {k: given.get(k, d) for k, d in (("rank", None), ("scale", None), ("dropout", 0.0))}
-    return settings | {
-        "kind": kind,
-        "keys": given.get("keys"),
-        "num_layers": config.get("num_layers"),
-        "base": config.get("model", ""),
-    }
+        got = sorted(config)
+        raise UserError(f"{beside}: wanted lora_parameters with rank and scale; got {got}")
+    settings = {"kind": kind, "base": config.get("model", ""), "dropout": given.get("dropout", 0.0)}
+    settings |= {k: given.get(k) for k in ("rank", "scale", "keys")}
+    return settings | {"num_layers": config.get("num_layers")}
 
 
 def check_tensors(file: Path, weights: dict, settings: dict) -> None:
-    """Every layer has what its kind needs and the rank that the settings say."""
+    """Every layer has what its kind needs, finite, and of the rank that the settings say."""
     if settings["kind"] == "full" and weights:
         return
     wanted = set(LEAVES) if settings["kind"] == "dora" else set(LEAVES) - {"m"}
@@ -703,8 +702,13 @@ def check_tensors(file: Path, weights: dict, settings: dict) -> None:
             problems.append(f"{path} lacks {', '.join(sorted(missing))}")
         elif extra := set(leaves) - wanted:
             problems.append(f"{path} has {', '.join(sorted(extra))}")
+        elif any(a.ndim != 2 - (k == "m") for k, a in leaves.items()):
+            shapes = ", ".join(f"{k} {a.shape}" for k, a in leaves.items())
+            problems.append(f"{path} is not of a linear layer: {shapes}")
         elif settings["rank"] is not None and leaves["lora_a"].shape[-1] != settings["rank"]:
             problems.append(f"{path} has rank {leaves['lora_a'].shape[-1]}, not {settings['rank']}")
+        elif odd := [k for k, a in leaves.items() if not mx.isfinite(a).all().item()]:
+            problems.append(f"{path}.{odd[0]} is not finite")
     if problems or not layers:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
@@ -751,9 +755,15 @@ def load_adapter(
         p, _, leaf = name.rpartition(".")
         setattr(new[p], leaf, array.astype(mx.float32))
     model.eval()
-    if not any(mx.any(new[p].lora_b != 0).item() for p in paths) and settings["kind"] == "lora":
+    if all(changes_nothing(new[p]) for p in paths):
         print(f"{path}: every lora_b is zero: this adapter changes nothing", file=sys.stderr)
     return settings
+
+
+def changes_nothing(layer: AdaptedLinear) -> bool:
+    """Whether the low-rank part is zero and the magnitudes are the base's own."""
+    fresh = layer.kind == "lora" or mx.allclose(layer.m, mx.sqrt(layer._square), 1e-5).item()
+    return fresh and not mx.any(layer.lora_b).item()
 
 
 def load_full(model: nn.Module, path: str, weights: dict, settings: dict) -> dict:
@@ -773,7 +783,7 @@ def load_full(model: nn.Module, path: str, weights: dict, settings: dict) -> dic
 def check_base(model, path: str, paths: list[str], settings: dict, config: dict | None) -> None:
     """Compares the base an adapter was trained on with the one at hand."""
     base = f"the base it was trained on ({settings['base'] or 'unnamed'})"
-    if config is not None and settings["fingerprint"] != fingerprint(config):
+    if config and settings["fingerprint"] not in ("", fingerprint(config)):
         raise UserError(f"{path}: config.json differs from that of {base}")
     now, then = sketch(model, paths), np.array(settings["sketch"], np.float32)
     if now.shape != then.shape:
@@ -786,10 +796,8 @@ def check_base(model, path: str, paths: list[str], settings: dict, config: dict 
             f"{path}: the weights differ from {base} by {apart:.1%}; use that base, or force it"
         )
     if apart > 1e-3:
-        print(
-            f"{path}: warning: the same base as {base} but packed differently ({apart:.1%} apart)",
-            file=sys.stderr,
-        )
+        said = f"the same base as {base} but packed differently ({apart:.1%} apart)"
+        print(f"{path}: warning: {said}", file=sys.stderr)
 
 
 # --- Commands -------------------------------------------------------------------------------------
@@ -800,23 +808,19 @@ def info(adapter: str) -> None:
     weights, settings = read_adapter(adapter)
     count = sum(a.size for a in weights.values())
     paths = list(dict.fromkeys(name.rpartition(".")[0] for name in weights))
-    print("{kind} of rank {rank}, scale {scale}, dropout {dropout}".format(**settings))
+    full, low_rank = "full weights", "{kind} of rank {rank}, scale {scale}, dropout {dropout}"
+    print((full if settings["kind"] == "full" else low_rank).format(**settings))
     print(f"base    {settings['base'] or 'not named'}")
     print(f"layers  {len(paths)}: {', '.join(sorted({p.split('.')[-1] for p in paths}))}")
     print(f"weights {count / 1e6:.3f} M, {sum(a.nbytes for a in weights.values()) / 1e6:.1f} MB")
-    largest = max(
-        (mx.abs(a).max().item() for n, a in weights.items() if n.endswith("lora_b")), default=0
-    )
-    print(
-        f"largest lora_b entry {largest:.3g}"
-        + ("" if largest else ": the low-rank part changes nothing")
-    )
+    if settings["kind"] != "full":
+        largest = max(mx.abs(a).max().item() for n, a in weights.items() if n.endswith("lora_b"))
+        zero = "" if largest else ": the low-rank part changes nothing"
+        print(f"largest lora_b entry {largest:.3g}{zero}")
 
 
 def reference(x, W, A, B, m, s, cotangent) -> dict[str, np.ndarray]:
-    """Output and gradients in float64 NumPy, straight from the paper's formula (n held
-    constant).
-    """
+    """Output and gradients in float64 NumPy, by the paper's formula, n held constant."""
     x, W, A, B, m, c = (
         np.array(a.astype(mx.float32), np.float64) for a in (x, W, A, B, m, cotangent)
     )
@@ -837,9 +841,7 @@ def naive(x, W, A, B, m, s):
 def check_case(
     how: tuple | None, dtype: mx.Dtype, tokens: int, O=384, I=512, R=16
 ) -> dict[str, tuple]:
-    """{quantity: (error of the layer, error of `naive`)} against float64, relative in the
-    2-norm.
-    """
+    """{quantity: (error of the layer, of `naive`)} against float64, relative in the 2-norm."""
     linear = nn.Linear(I, O, bias=False)
     linear.weight = (mx.random.normal((O, I)) / 16).astype(dtype)
     linear = nn.QuantizedLinear.from_linear(linear, *how) if how else linear
@@ -872,8 +874,7 @@ def check_case(
 
 
 def check(seed: int = 0) -> None:
-    """Every packing, dtype and path on this device against a float64 reference; exit 1 if one
-    fails.
+    """Every packing, dtype and path on this device against float64; exit 1 if one fails.
 
     A figure is the relative error in the 2-norm; it may be twice that of the textbook layer in the
     same dtype, and 1e-6 more in float32, where both are down to the order of summation. `eval` is
@@ -903,11 +904,9 @@ def check(seed: int = 0) -> None:
 def bench(
     rows: int = 4096, columns: int = 4096, rank: int = 8, bits: int = 4, dtype: str = "bfloat16"
 ) -> None:
-    """Times one packed layer: base, this DoRA and the textbook DoRA, forward and forward +
-    backward.
+    """Times one packed layer: base, this DoRA, the textbook's; forward, forward + backward.
 
-    Median of 9 after 3 to warm up, compiled; the three take turns, so a busy machine slows all
-    alike.
+    Median of 9 after 3 to warm up, compiled; in turns, so that a busy machine slows all alike.
     """
     kind = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype)
     if kind is None:

@@ -56,13 +56,14 @@ def merge(model, config: dict, dequantize: bool, bits: int | None, group_size: i
     """Fuses every adapted layer of `model` in place, one at a time; returns the new config."""
     from tqdm import tqdm
 
-    packing = config.get("quantization")
+    packing, dtype = config.get("quantization"), model.model.norm.weight.dtype
+    asked = (bits, group_size) if packing else (None, None)
     layers = dora.adapted(model).items()
     for path, layer in tqdm(layers, disable=None, unit="layer", desc="fusing"):
-        fused = layer.fuse(dequantize, bits if packing else None, group_size if packing else None)
+        fused = layer.fuse(dequantize, *asked, dtype)
         mx.eval(fused.parameters())
         model.update_modules(tree_unflatten([(path, fused)]))
-        if packing and (bits or group_size):
+        if any(asked):
             how = dict(zip(("group_size", "bits", "mode"), dora.packing(fused), strict=True))
             config["quantization"][path] = how
     if dequantize and packing:

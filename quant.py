@@ -1,11 +1,10 @@
 """quant.py: load, quantize, convert, save and run a language model on MLX.
 
 One file, no other file of the suite needed. What it replaces: a library of a hundred model files.
-Here
-one decoder is written once and configured from the model's own config.json:
+Here one decoder is written once and configured from the model's own config.json:
 
-    tokens (B, T) -> embed (B, T, D) -> N x [norm, attention, norm, gated MLP] -> norm -> logits
-    (B, T, V)
+    tokens (B, T) -> embed (B, T, D) -> N x [norm, attention, norm, gated MLP] -> norm
+    -> logits (B, T, V)
 
 Families differ in data only (`FAMILIES`): which projections carry a bias, whether queries and keys
 are normed, which layers see a sliding window, which RoPE they use. Parameter paths are Hugging
@@ -47,6 +46,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+FLOATS = set(DTYPES.values())
 MODES = {  # mode -> allowed bits, allowed group sizes, default (group size, bits)
     "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128), (64, 4)),
     "mxfp4": ((4,), (32,), (32, 4)),
@@ -90,15 +90,12 @@ def coerce(name: str, text: str, wanted: object) -> object:
             return text
         if typing.get_origin(kind) is list:
             (item,) = typing.get_args(kind)
-            return [
-                coerce(name, part.strip(), item)
-                for part in text.strip("[]()").split(",")
-                if part.strip()
-            ]
+            parts = [part.strip(" '\"") for part in text.strip("[]()").split(",")]
+            return [coerce(name, part, item) for part in parts if part]
         if kind in (int, float, dict):
             try:
                 value = json.loads(text) if kind is dict else kind(text)
-                if kind is not dict or isinstance(value, dict):
+                if isinstance(value, kind) and (kind is not float or math.isfinite(value)):
                     return value
             except ValueError:
                 pass
@@ -294,16 +291,11 @@ class Spec:
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     windows: tuple = ()  # per layer: None, or how many positions attention looks back
-
-    rope: dict = dataclasses.field(
-        default_factory=dict
-    )  # rope_type, rope_theta and the type's own keys
+    rope: dict = dataclasses.field(default_factory=dict)  # rope_type, rope_theta, the type's keys
 
     @classmethod
     def read(cls, config: dict) -> "Spec":
-        """Raises UserError for an unknown model_type, activation or RoPE type and for missing
-        keys.
-        """
+        """Raises UserError for an unknown model_type, activation or RoPE type and missing keys."""
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise UserError(
@@ -328,6 +320,8 @@ class Spec:
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
         spec.rope = {**scaling, "rope_theta": theta}
+        if original := config.get("original_max_position_embeddings"):  # Phi's place for it
+            spec.rope["original_max_position_embeddings"] = original
         spec.rope["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
         if partial := scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor"):
             if partial != 1:
@@ -336,22 +330,21 @@ class Spec:
 
     @staticmethod
     def _windows(config: dict, layers: int) -> tuple:
-        window = config.get("sliding_window")
+        window, kind = config.get("sliding_window") or None, config["model_type"]
+        if kind.startswith("qwen") and not config.get("use_sliding_window"):
+            window = None
         if kinds := config.get("layer_types"):
             if odd := set(kinds) - {"full_attention", "sliding_attention"}:
                 raise UserError(f"unsupported layer_types: {', '.join(sorted(odd))}")
+            if len(kinds) != layers:
+                raise UserError(f"layer_types: got {len(kinds)}, wanted num_hidden_layers {layers}")
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        if config["model_type"] in ("qwen2", "qwen3"):
-            first = (
-                config.get("max_window_layers", 0) if config.get("use_sliding_window") else layers
-            )
-            return tuple(window if i >= first else None for i in range(layers))
-        return (window,) * layers if config["model_type"] == "mistral" else (None,) * layers
+        first = {"mistral": 0, "llama": layers}.get(kind, config.get("max_window_layers", 28))
+        return tuple(window if i >= first else None for i in range(layers))
 
 
 def rope_frequencies(rope: dict, dims: int, max_positions: int) -> tuple:
-    """The wavelengths of RoPE in float64: (freqs (dims/2,), or a function of the length, and the
-    attention factor).
+    """RoPE in float64: (freqs (dims/2,), or a function of the length, and the attention factor).
 
     Position p turns pair i by p / freqs[i]. Types and formulas as in Hugging Face's
     modeling_rope_utils: default, linear, dynamic (NTK), llama3, yarn (Peng et al. 2023), longrope
@@ -400,31 +393,27 @@ def rope_frequencies(rope: dict, dims: int, max_positions: int) -> tuple:
 
 
 def _longrope(rope, base, factor, original, max_positions):
-    original = rope.get("original_max_position_embeddings") or original
     factor = factor or max_positions / original
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     short, long = np.array(rope["short_factor"]) * base, np.array(rope["long_factor"]) * base
-    return (lambda length: long if length > original else short), rope.get(
-        "attention_factor"
-    ) or default
+    attention = rope.get("attention_factor") or default
+    return (lambda length: long if length > original else short), attention
 
 
 def _yarn(rope, base, factor, original, dims):
     def pair_of(rotations):  # the pair that turns this often within the original context
-        return (
-            dims
-            * math.log(original / (rotations * 2 * math.pi))
-            / (2 * math.log(rope["rope_theta"]))
-        )
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return dims * turns / (2 * math.log(rope["rope_theta"]))
 
     def mscale(weight):
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    low = max(math.floor(pair_of(rope.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(pair_of(rope.get("beta_slow") or 1)), dims - 1)
-    ramp = np.clip(
-        (np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1
-    )  # 0: keep, 1: interpolate
+    low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = (np.arange(dims // 2) - low) / (high - low or 0.001)
+    ramp = np.clip(ramp, 0, 1)  # 0: keep, 1: interpolate
     attention = rope.get("attention_factor")
     if attention is None:
         both = rope.get("mscale") and rope.get("mscale_all_dim")
@@ -433,9 +422,7 @@ def _yarn(rope, base, factor, original, dims):
 
 
 class RoPE(nn.Module):
-    """Rotary position embedding of x (B, heads, T, dims), rotate-half layout, every scaling in one
-    place.
-    """
+    """Rotary position embedding of x (B, heads, T, dims), rotate-half layout, every scaling."""
 
     def __init__(self, rope: dict, dims: int, max_positions: int):
         super().__init__()
@@ -456,9 +443,7 @@ class RoPE(nn.Module):
 
 
 class KVCache:
-    """Keys and values of one layer (B, heads, positions, dims); with a window, only as many as it
-    can see.
-    """
+    """Keys and values of one layer (B, heads, positions, dims); as many as its window can see."""
 
     def __init__(self, window: int | None = None):
         self.window, self.offset, self.keys, self.values = window, 0, None, None
@@ -486,15 +471,12 @@ class KVCache:
         return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
 
     def mask(self, T: int) -> mx.array | str | None:
-        return attention_mask(
-            T, self.window, min(self.offset, self.window - 1) if self.window else self.offset
-        )
+        seen = min(self.offset, self.window - 1) if self.window else self.offset
+        return attention_mask(T, self.window, seen)
 
 
 def attention_mask(T: int, window: int | None, seen: int = 0) -> mx.array | str | None:
-    """Causal mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen +
-    T).
-    """
+    """Mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen + T)."""
     if window is None or seen + T <= window:
         return None if T == 1 else "causal"
     query, key = mx.arange(seen, seen + T)[:, None], mx.arange(seen + T)[None]
@@ -594,7 +576,7 @@ class Model(nn.Module):
             if layer.window not in masks:
                 masks[layer.window] = cache[i].mask(T) if cache else attention_mask(T, layer.window)
             mask = masks[layer.window]
-            if self.checkpoint and self.training:
+            if self.checkpoint and self.training and not cache:
                 h = checkpointed(layer, h, mask)
             else:
                 h = layer(h, mask, cache[i] if cache else None)
@@ -602,11 +584,8 @@ class Model(nn.Module):
 
     def head(self, h: mx.array) -> mx.array:
         """h (..., D) -> logits (..., V)."""
-        return (
-            self.model.embed_tokens.as_linear(h)
-            if self.spec.tie_word_embeddings
-            else self.lm_head(h)
-        )
+        tied = self.spec.tie_word_embeddings
+        return self.model.embed_tokens.as_linear(h) if tied else self.lm_head(h)
 
     def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
         return self.head(self.hidden(tokens, cache))
@@ -636,8 +615,7 @@ def load(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]
     Args:
         path: a folder (config.json, *.safetensors, tokenizer files), a hub id, or a .gguf file.
         dtype: None keeps what the file has; a name from `DTYPES` converts; "auto" keeps it on a
-        GPU and takes float32
-            on the CPU, whose half precision is 20 to 50 times slower.
+            GPU and takes float32 on the CPU, whose half precision is 20 to 50 times slower.
 
     Returns:
         The model in evaluation mode with lazy weights, the tokenizer, and config.json as a dict.
@@ -664,16 +642,12 @@ def load(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Converts every floating parameter, scales and biases of packed weights included."""
-    floats = (mx.float32, mx.float16, mx.bfloat16)
-    model.update(
-        tree_map(lambda a: a.astype(dtype) if a.dtype in floats else a, model.parameters())
-    )
+    converted = tree_map(lambda a: a.astype(dtype) if a.dtype in FLOATS else a, model.parameters())
+    model.update(converted)
 
 
 def find(path: str) -> Path:
-    """The local folder or .gguf file that `path` names, downloaded through the hub's cache if it
-    is a hub id.
-    """
+    """The local folder or .gguf file that `path` names; a hub id comes through the hub's cache."""
     local = Path(path).expanduser()
     if local.is_file() and local.suffix != ".gguf":
         raise UserError(f"{path}: got a file, wanted a folder, a .gguf file or a hub id")
@@ -706,11 +680,19 @@ def hub(name: str, patterns: list[str], kind: str) -> Path:
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path, path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path.parent}: no {path.name} in it") from None
-    except ValueError as error:
+
+
+def json_object(path: Path | str, content: bytes) -> dict:
+    try:
+        found = json.loads(content)
+    except ValueError as error:  # UnicodeDecodeError is one
         raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: got a JSON {type(found).__name__}, wanted keys and values")
+    return found
 
 
 def read_config(folder: Path) -> dict:
@@ -718,7 +700,9 @@ def read_config(folder: Path) -> dict:
     config = read_json(folder / "config.json")
     if isinstance(text := config.get("text_config"), dict):
         config = {**{k: v for k, v in config.items() if k != "text_config"}, **text}
-    theirs = config.get("quantization_config") or {}
+    theirs = config.get("quantization_config")
+    if not config.get("quantization"):
+        config.pop("quantization", None)
     if "quantization" not in config and theirs:
         if method := theirs.get("quant_method"):
             how = f" (format {theirs['format']})" if theirs.get("format") else ""
@@ -731,14 +715,13 @@ def read_config(folder: Path) -> dict:
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of the folder's *.safetensors, lazily. A truncated file is found here, not in
-    mid-use.
-    """
+    """Every tensor of the folder's *.safetensors, lazily. A truncated file is found here."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
-    files = [folder / n for n in names] if names else sorted(folder.glob("*.safetensors"))
+    names = read_json(index).get("weight_map") or {} if index.exists() else {}
+    files = [folder / n for n in sorted(set(names.values()))]
+    files = files or sorted(folder.glob("model*.safetensors")) or [*folder.glob("*.safetensors")]
     if not files:
         raise UserError(f"{folder}: no *.safetensors in it")
     weights = {}
@@ -755,9 +738,7 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def text_weights(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
-    """Keeps the text model's tensors of a multimodal checkpoint, under a text model's names; lists
-    the rest.
-    """
+    """A multimodal checkpoint's text tensors under a text model's names, and the others' names."""
     kept, ignored = {}, []
     wrapped = any("language_model." in k for k in weights)
     for name, array in weights.items():
@@ -775,34 +756,26 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
     """The model for `config` holding `weights`; `where` names the source in errors."""
     weights, ignored = text_weights(weights)
     if ignored:
-        print(
-            f"{where}: ignoring {len(ignored)} tensors that are not of the text model",
-            file=sys.stderr,
-        )
-    config = {
-        **config,
-        "tie_word_embeddings": settle_head(config.get("tie_word_embeddings"), weights, where),
-    }
+        some = ", ".join(ignored[:8]) + ", ..." * (len(ignored) > 8)
+        said = f"{where}: ignoring {len(ignored)} tensors not of the text model: {some}"
+        print(said, file=sys.stderr)
+    tied = settle_head(config.get("tie_word_embeddings"), weights, where)
+    config = {**config, "tie_word_embeddings": tied}
     model = Model(Spec.read(config))
     packing = config.get("quantization") or {}
-    overrides = {
-        k.replace("language_model.", ""): v
-        for k, v in packing.items()
-        if isinstance(v, dict | bool)
-    }
-    default = {k: packing[k] for k in ("group_size", "bits", "mode") if k in packing}
+    overrides = {k.replace("language_model.", ""): v for k, v in packing.items()}
 
     def how(path, module):
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
-        choice = overrides.get(path, default) or default
+        choice = overrides.get(path, True)
+        choice = packing if choice is True else choice
         if not choice:
             raise UserError(
                 f"{where}: {path} is packed but config.json has no `quantization` that says how"
             )
-        return check_packing(
-            **{**choice, "where": f"{where}: {path}", "width": module.weight.shape[-1]}
-        )
+        keys = {k: choice.get(k) for k in ("group_size", "bits", "mode")}
+        return check_packing(**keys, where=f"{where}: {path}", width=module.weight.shape[-1])
 
     nn.quantize(model, class_predicate=how)
     expected = dict(tree_flatten(model.parameters()))
@@ -816,10 +789,11 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
             problems.append(f"  {name}: missing, wanted {want.shape}")
         elif weights[name].shape != want.shape:
             problems.append(f"  {name}: got {weights[name].shape}, wanted {want.shape}")
+        elif (got := weights[name].dtype) != want.dtype and not {got, want.dtype} <= FLOATS:
+            problems.append(f"  {name}: got {got}, wanted {want.dtype}")
     if problems:
-        raise UserError(
-            f"{where}: {len(problems)} tensors do not fit its config.json:\n" + "\n".join(problems)
-        )
+        problems.insert(0, f"{where}: {len(problems)} tensors do not fit its config.json:")
+        raise UserError("\n".join(problems))
     model.update(tree_unflatten(list(weights.items())))
     model.freeze()
     model.eval()
@@ -827,9 +801,7 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
 
 
 def settle_head(tied: bool | None, weights: dict[str, mx.array], where: str) -> bool:
-    """Whether the head is the embedding, by flag and by file; drops a head that only repeats the
-    embedding.
-    """
+    """Whether the head is the embedding, by flag and by file; drops a head that repeats it."""
     head = [k for k in weights if k.startswith("lm_head.")]
     if tied is False and not head:
         raise UserError(f"{where}: tie_word_embeddings is false but there is no lm_head tensor")
@@ -837,11 +809,7 @@ def settle_head(tied: bool | None, weights: dict[str, mx.array], where: str) -> 
         return not head
     for name in head:
         twin = weights.get(name.replace("lm_head.", "model.embed_tokens."))
-        if (
-            twin is None
-            or twin.shape != weights[name].shape
-            or not mx.array_equal(twin, weights[name])
-        ):
+        if twin is None or not mx.array_equal(twin, weights[name]):  # other shapes are unequal
             raise UserError(
                 f"{where}: tie_word_embeddings is true but {name} differs from the embedding"
             )
@@ -849,8 +817,9 @@ def settle_head(tied: bool | None, weights: dict[str, mx.array], where: str) -> 
     return True
 
 
-def check_packing(group_size=None, bits=None, mode="affine", where="", width=None) -> dict:
+def check_packing(group_size=None, bits=None, mode=None, where="", width=None) -> dict:
     """{group_size, bits, mode} with defaults filled in, or UserError with what the mode allows."""
+    mode = mode or "affine"
     if mode not in MODES:
         raise UserError(f"{where or '--mode'}: got {mode!r}, wanted one of {', '.join(MODES)}")
     all_bits, groups, (group, few) = MODES[mode]
@@ -872,33 +841,33 @@ class Tokenizer:
     """A `tokenizers` tokenizer with what the model's files say about BOS, EOS and chat.
 
     Attributes:
-        eos_ids: ids that end a generation; `eos_id` is the one to train on, None if the model has
-        none. files: file name -> bytes, what a saved model must carry along unchanged.
+        eos_ids: ids that end a generation; `eos_id` is the one to train on, None if there is none.
+        files: file name -> bytes, what a saved model must carry along unchanged.
     """
 
     def __init__(self, files: dict[str, bytes], config: dict):
         from tokenizers import Tokenizer as Core
 
         self.files = files
-        parts = {
-            n: json.loads(files.get(n, b"{}"))
+        self.settings, generation = (
+            json_object(n, files.get(n, b"{}"))
             for n in ("tokenizer_config.json", "generation_config.json")
-        }
-        self.settings, generation = parts.values()
-        self.core = Core.from_str(files["tokenizer.json"].decode())
+        )
+        try:
+            self.core = Core.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # a bare Exception is what the library raises
+            raise UserError(f"tokenizer.json: not a tokenizer: {error}") from None
         self.core.no_padding(), self.core.no_truncation()
         text = {
             k: v["content"] if isinstance(v, dict) else v
             for k, v in self.settings.items()
             if k.endswith("_token")
         }
-        self.special = {
-            k: v for k, v in text.items() if isinstance(v, str)
-        }  # bos_token -> "<s>", ...
-        self.bos_id, self.eos_id = (
-            self.token_id(self.special.get(k)) for k in ("bos_token", "eos_token")
-        )
-        listed = generation.get("eos_token_id", config.get("eos_token_id"))
+        self.special = {k: v for k, v in text.items() if isinstance(v, str)}  # bos_token -> "<s>"
+        self.bos_id = self.token_id(self.special.get("bos_token"))
+        self.eos_id = self.token_id(self.special.get("eos_token"))
+        listed = generation.get("eos_token_id")
+        listed = config.get("eos_token_id") if listed is None else listed
         listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
         self.eos_id = listed[0] if self.eos_id is None and listed else self.eos_id
         self.eos_ids = set(listed) | ({self.eos_id} - {None})
@@ -910,16 +879,14 @@ class Tokenizer:
             raise UserError(f"{folder}: no tokenizer.json in it")
         try:
             return cls(files, config)
-        except ValueError as error:
-            raise UserError(f"{folder}: a tokenizer file is not valid JSON: {error}") from None
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
 
     def token_id(self, text: str | None) -> int | None:
         return None if text is None else self.core.token_to_id(text)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; with `special`, BOS and EOS are added as the model's files say, BOS never
-        twice.
-        """
+        """Token ids; with `special`, BOS and EOS as the model's files say, BOS never twice."""
         adds = self.settings.get("add_bos_token")  # where present it outranks tokenizer.json
         ids = self.core.encode(text, add_special_tokens=special and adds is not False).ids
         if special and self.bos_id is not None:
@@ -927,8 +894,8 @@ class Tokenizer:
                 del ids[0]
             if adds and ids[:1] != [self.bos_id]:
                 ids.insert(0, self.bos_id)
-        if special and self.settings.get("add_eos_token") and ids[-1:] != [self.eos_id]:
-            ids.append(self.eos_id)
+        if special and self.eos_id is not None and self.settings.get("add_eos_token"):
+            ids += [self.eos_id] * (ids[-1:] != [self.eos_id])
         return ids
 
     def decode(self, ids: list[int], special: bool = False) -> str:
@@ -936,17 +903,15 @@ class Tokenizer:
 
     @property
     def template(self) -> str | None:
-        """The chat template's source: chat_template.jinja, else tokenizer_config.json's (a text or
-        a named list).
-        """
+        """Source of the chat template: its own file, else tokenizer_config.json's text or list."""
         if file := self.files.get("chat_template.jinja"):
             return file.decode()
         found = self.settings.get("chat_template")
         if found is None and (file := self.files.get("chat_template.json")):
-            found = json.loads(file).get("chat_template")
+            found = json_object("chat_template.json", file).get("chat_template")
         if isinstance(found, list):
-            return {t["name"]: t["template"] for t in found}.get("default")
-        return found
+            found = {t["name"]: t["template"] for t in found}
+        return found.get("default") if isinstance(found, dict) else found
 
     def chat(self, messages: list[dict], tools: list | None = None, reply: bool = False) -> str:
         """The conversation as text by the model's template, with the assistant's header at the end
@@ -978,9 +943,7 @@ def compile_template(source: str):
     except ImportError:
         raise UserError("chat templates need jinja2: pip install 'mlx-dora[chat]'") from None
 
-    class Generation(
-        ext.Extension
-    ):  # {% generation %} marks assistant text for some trainers: keep what it holds
+    class Generation(ext.Extension):  # marks assistant text for some trainers: keep what it holds
         tags = {"generation"}
 
         def parse(self, parser):
@@ -990,8 +953,8 @@ def compile_template(source: str):
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, indent=None, **_):
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(value, ensure_ascii=False, **how):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
     extensions = [ext.loopcontrols, Generation]
     env = sandbox.ImmutableSandboxedEnvironment(
@@ -1057,14 +1020,8 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
     config = gguf_config(meta, arch, arrays.pop("rope_freqs.weight", None), path)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     weights, halves = {}, (mx.float16, mx.bfloat16)
-    storage = next(
-        (
-            a.dtype
-            for k, a in arrays.items()
-            if k.endswith((".scales", "_q.weight")) and a.dtype in halves
-        ),
-        None,
-    )
+    stored = [a.dtype for k, a in arrays.items() if k.endswith((".scales", "_q.weight"))]
+    storage = next((d for d in stored if d in halves), None)
     for name, array in arrays.items():
         stem, _, leaf = name.rpartition(".")
         where, _, kind = stem.rpartition(".")
@@ -1074,35 +1031,25 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
         if arch == "llama" and kind in ("attn_q", "attn_k"):
             rows = array.reshape(heads[ours[-6:]], -1, 2, *array.shape[1:])  # (heads, half, 2, ...)
             array = rows.swapaxes(1, 2).reshape(array.shape)
-        if (
-            storage and array.dtype == mx.float32
-        ):  # norms and biases: as wide as the rest, else all is promoted
+        if storage and array.dtype == mx.float32:  # a wide norm or bias would promote all
             array = array.astype(storage)
-        weights[
-            f"{where.replace('blk', 'model.layers')}.{ours}.{leaf}" if where else f"{ours}.{leaf}"
-        ] = array
-    config["quantization"] = gguf_packing(weights)
-    if not config["quantization"]:
-        del config["quantization"]
+        where = where.replace("blk", "model.layers") + "." if where else ""
+        weights[f"{where}{ours}.{leaf}"] = array
+    if packing := gguf_packing(weights):
+        config["quantization"] = packing
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
     return weights, config, gguf_tokenizer(meta, config, path)
 
 
 def gguf_packing(weights: dict[str, mx.array]) -> dict:
-    """MLX's `quantization` for tensors packed in groups of 32: the commonest bits, with the others
-    as overrides.
-    """
+    """MLX's `quantization` for tensors in groups of 32: the commonest bits, others as overrides."""
     scales = {k[:-7]: a for k, a in weights.items() if k.endswith(".scales")}
-    bits = {
-        k: weights[f"{k}.weight"].shape[-1] * 32 // (a.shape[-1] * 32) for k, a in scales.items()
-    }
+    bits = {k: weights[f"{k}.weight"].shape[-1] // a.shape[-1] for k, a in scales.items()}
     if not bits:
         return {}
     common = max(set(bits.values()), key=list(bits.values()).count)
-    packing = {"group_size": 32, "bits": common, "mode": "affine"}
-    return packing | {
-        k: {"group_size": 32, "bits": b, "mode": "affine"} for k, b in bits.items() if b != common
-    }
+    how = {b: {"group_size": 32, "bits": b, "mode": "affine"} for b in bits.values()}
+    return how[common] | {k: how[b] for k, b in bits.items() if b != common}
 
 
 def gguf_config(meta: dict, arch: str, factors: mx.array | None, path: Path) -> dict:
@@ -1130,29 +1077,24 @@ def gguf_config(meta: dict, arch: str, factors: mx.array | None, path: Path) -> 
         raise UserError(f"{path}: GGUF metadata lacks {error}") from None
     if missing := [k for k, v in config.items() if v is None and not k.endswith("token_id")]:
         raise UserError(f"{path}: GGUF metadata lacks what gives {', '.join(missing)}")
-    config["head_dim"] = (
-        get("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
-    )
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config["head_dim"] = get("attention.key_length") or width
     if window := get("attention.sliding_window"):
+        if arch != "llama":
+            raise UserError(f"{path}: sliding windows in {arch} GGUF files are not supported")
         config |= {"model_type": "mistral", "sliding_window": window}
-    kind, factor = get("rope.scaling.type"), get("rope.scaling.factor")
-    if kind in ("linear", "yarn"):
-        config["rope_scaling"] = {"rope_type": kind, "factor": factor}
-        if original := get("rope.scaling.original_context_length"):
-            config["rope_scaling"]["original_max_position_embeddings"] = original
-    if (
-        factors is not None
-    ):  # Llama 3's scaling, stored as its result; find the factor that gives it
-        rope = {
-            "rope_type": "llama3",
-            "factor": factors.max().item(),
-            "original_max_position_embeddings": 8192,
-        }
-        rope |= {
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "rope_theta": config["rope_theta"],
-        }
+    kind = get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UserError(f"{path}: unsupported rope type {kind!r} in a GGUF file")
+    if kind != "none":
+        rope = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+        original = get("rope.scaling.original_context_length")
+        rope |= {"original_max_position_embeddings": original} if original else {}
+        config["rope_scaling"] = rope
+    if factors is not None:  # Llama 3's scaling, stored as its result; its largest is the factor
+        rope = {"rope_type": "llama3", "factor": factors.max().item()}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 8192, "rope_theta": config["rope_theta"]}
         dims = config["head_dim"]
         wanted, _ = rope_frequencies(rope, dims, 8192)
         base, _ = rope_frequencies({**rope, "rope_type": "default"}, dims, 8192)
@@ -1191,15 +1133,9 @@ def gguf_tokenizer(meta: dict, config: dict, path: Path) -> Tokenizer:
         if "qwen" in pre:
             core.normalizer = normalizers.NFC()
     elif get("model") == "llama":
-        core = Core(
-            models.BPE(
-                vocab,
-                spm_merges(tokens, get("scores")),
-                unk_token="<unk>",
-                fuse_unk=True,
-                byte_fallback=True,
-            )
-        )
+        merges = spm_merges(tokens, get("scores"))
+        how = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        core = Core(models.BPE(vocab, merges, **how))
         prefix = [normalizers.Prepend("\u2581")] if get("add_space_prefix", True) else []
         core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -1220,7 +1156,8 @@ def gguf_tokenizer(meta: dict, config: dict, path: Path) -> Tokenizer:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         if (i := get(f"{key}_token_id")) is not None:
             settings[f"{name}_token"] = tokens[i]
-    settings["add_bos_token"] = bool(get("add_bos_token", get("model") == "llama"))
+    adds = get("model") == "llama" or get("pre") in ("llama-bpe", "llama3")  # llama.cpp's default
+    settings["add_bos_token"] = bool(get("add_bos_token", adds))
     settings["add_eos_token"] = bool(get("add_eos_token", False))
     if template := meta.get("tokenizer.chat_template"):
         settings["chat_template"] = template
@@ -1233,9 +1170,7 @@ def gguf_tokenizer(meta: dict, config: dict, path: Path) -> Tokenizer:
 
 
 def spm_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """BPE merges of a SentencePiece vocabulary: every split of a piece into two pieces,
-    best-scored piece first.
-    """
+    """BPE merges of a SentencePiece vocabulary: each piece's splits in two, best-scored first."""
     rank = {t: (-s, i) for i, (t, s) in enumerate(zip(tokens, scores, strict=True))}
     found = []
     for piece in tokens:
@@ -1249,8 +1184,7 @@ def spm_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
 
 
 class Output:
-    """A folder that appears whole or not at all: written under a temporary name beside it,
-    fsynced, renamed.
+    """A folder that appears whole or not at all: written beside it, fsynced, renamed.
 
         with Output("fused_model") as folder: ...
 
@@ -1260,24 +1194,25 @@ class Output:
 
     def __init__(self, path: str):
         self.path = Path(path)
-        self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
 
     def __enter__(self) -> Path:
-        if self.path.exists():
-            raise UserError(f"{self.path} exists; give another --save-path or remove it")
         try:
+            if self.path.exists():
+                raise UserError(f"{self.path} exists; give another --save-path or remove it")
+            self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
             self.temporary.mkdir(parents=True)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
         return self.temporary
 
     def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            for file in self.temporary.iterdir():
-                sync(file)
-            self.temporary.rename(self.path)
-            sync(self.path.parent)
-        else:
+        try:
+            if kind is None:
+                for file in self.temporary.iterdir():
+                    sync(file)
+                self.temporary.rename(self.path)
+                sync(self.path.parent)
+        finally:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -1291,8 +1226,7 @@ def sync(path: Path) -> None:
 
 
 def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: Tokenizer) -> None:
-    """Writes a model folder that this suite and mlx-lm load: shards of 5 GB at most, config,
-    tokenizer files.
+    """Writes a model folder that this suite and mlx-lm load: shards, config, tokenizer files.
 
     `weights` is emptied shard by shard, so lazy arrays take memory for one shard at a time.
     """
@@ -1306,11 +1240,8 @@ def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: To
     total = sum(a.nbytes for a in weights.values())
     where = {}
     for n, names in enumerate(shards, 1):
-        file = (
-            f"model-{n:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) > 1
-            else "model.safetensors"
-        )
+        part = f"-{n:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"model{part}.safetensors"
         shard = {name: weights.pop(name) for name in names}
         mx.save_safetensors(str(folder / file), shard, {"format": "mlx"})
         where |= dict.fromkeys(names, file)
@@ -1336,9 +1267,7 @@ def save_model(folder: Path, model: Model, config: dict, tokenizer: Tokenizer) -
 def pack(
     model: Model, config: dict, group_size: int, bits: int, mode: str
 ) -> tuple[dict, list[str]]:
-    """Quantizes every layer whose width the group divides; the rest stays dense, in
-    config["quantization"] as false.
-    """
+    """Quantizes every layer whose width the group divides; config lists the others as false."""
     default = check_packing(group_size, bits, mode)
     layers = {p: m for p, m in model.named_modules() if hasattr(m, "to_quantized")}
     skipped = sorted(p for p, m in layers.items() if m.weight.shape[-1] % default["group_size"])
@@ -1352,19 +1281,14 @@ def pack(
 
 
 def unpack(model: Model, config: dict) -> dict:
-    """Replaces packed layers by dense ones in the model's floating dtype; returns the config
-    without quantization.
-    """
+    """Replaces packed layers by dense ones in the model's dtype; returns the config to that."""
     dtype, dense = model.model.norm.weight.dtype, []
     for path, layer in model.named_modules():
         if "scales" not in layer:
             continue
         how = dict(group_size=layer.group_size, bits=layer.bits, mode=layer.mode, dtype=dtype)
-        new = (
-            Embedding(1, 1)
-            if isinstance(layer, nn.QuantizedEmbedding)
-            else Linear(1, 1, bias="bias" in layer)
-        )
+        embedding = isinstance(layer, nn.QuantizedEmbedding)
+        new = Embedding(1, 1) if embedding else Linear(1, 1, bias="bias" in layer)
         new.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
         if "bias" in layer:
             new.bias = layer.bias
@@ -1377,9 +1301,7 @@ def unpack(model: Model, config: dict) -> dict:
 
 
 def sample(logits: mx.array, temperature: float, top_p: float) -> mx.array:
-    """logits (B, V) -> token ids (B,): the likeliest at temperature 0, else drawn from the nucleus
-    of mass top_p.
-    """
+    """logits (B, V) -> ids (B,): the likeliest at temperature 0, else from the nucleus top_p."""
     if temperature == 0:
         return mx.argmax(logits, axis=-1)
     logits = logits.astype(mx.float32) / temperature
@@ -1400,14 +1322,19 @@ def stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> typing.Iterator[int]:
-    """Yields new token ids, the next one already being computed while the caller handles this
-    one.
+    """Yields new token ids; the next is already being computed while the caller handles one.
+
+    Raises:
+        UserError: no token to begin with, or a sampling value out of its range.
     """
+    if not ids:
+        raise UserError("the prompt has no tokens, and this model begins with none of its own")
+    if not (temperature >= 0 and 0 < top_p <= 1):
+        got = f"temperature {temperature} and top_p {top_p}"
+        raise UserError(f"got {got}, wanted temperature >= 0 and 0 < top_p <= 1")
     cache = model.make_cache()
     tokens, chunk = mx.array([ids]), 512
-    while (
-        tokens.shape[1] > chunk
-    ):  # prefill in pieces, so that its memory does not grow with the prompt
+    while tokens.shape[1] > chunk:  # in pieces, so that memory does not grow with the prompt
         model.hidden(tokens[:, :chunk], cache)
         mx.eval([c.keys for c in cache])
         tokens = tokens[:, chunk:]
@@ -1434,7 +1361,8 @@ def text_pieces(tokenizer: Tokenizer, ids: typing.Iterator[int]) -> typing.Itera
             yield text[len(done) :]
             done = text
             if text.endswith("\n"):  # begin anew at a line's end: decoding stays linear
-                seen, done = [], ""
+                # with one token kept, since some decoders drop a space at the beginning
+                seen, done = [i], tokenizer.decode([i])
     if seen:
         yield tokenizer.decode(seen)[len(done) :]
 
@@ -1456,13 +1384,8 @@ def size_of(model: nn.Module) -> tuple[int, int]:
             if isinstance(array, mx.array) and not name.startswith("_"):
                 nbytes += array.nbytes
                 packed = name == "weight" and "scales" in layer
-                count += (
-                    array.size * 32 // layer.bits
-                    if packed
-                    else 0
-                    if name in ("scales", "biases")
-                    else array.size
-                )
+                if name not in ("scales", "biases"):
+                    count += array.size * 32 // layer.bits if packed else array.size
     return count, nbytes
 
 
@@ -1512,8 +1435,9 @@ def quantize(
     group_size: int | None = None,
     mode: str = "affine",
 ) -> None:
-    """Packs a dense model. Modes: affine (2, 3, 4, 5, 6, 8 bits, groups of 32, 64, 128), mxfp4,
-    mxfp8, nvfp4.
+    """Packs a dense model.
+
+    Modes: affine (2, 3, 4, 5, 6, 8 bits, groups of 32, 64, 128), mxfp4, mxfp8, nvfp4.
     """
     check_packing(group_size, bits, mode)
     with Output(save_path) as folder:
@@ -1547,6 +1471,22 @@ def convert(model: str, save_path: str, dtype: str | None = None) -> None:
     print(f"wrote {save_path}")
 
 
+def load_adapted(model: str, adapter: str, dtype: str | None) -> tuple[Model, Tokenizer, dict]:
+    """`load` with an adapter on top, read first so that a wrong path costs no loading."""
+    try:
+        dora = __import__("dora")
+    except ImportError:
+        raise UserError("--adapter needs dora.py beside quant.py") from None
+    try:
+        dora.read_adapter(adapter)
+        loaded, tokenizer, config = load(model, dtype)
+        dora.load_adapter(loaded, adapter, config)
+    except dora.UserError as error:
+        raise UserError(str(error)) from None
+    loaded.eval()
+    return loaded, tokenizer, config
+
+
 def generate(
     model: str,
     prompt: str,
@@ -1560,23 +1500,13 @@ def generate(
 ) -> None:
     """Answers a prompt, printing text as it comes and tokens/s at the end.
 
-    The prompt is one user turn in the model's chat template where it has one; --raw sends it as it
-    stands.
+    The prompt is one user turn in the model's chat template where it has one; --raw sends it as
+    it stands.
     --adapter FILE_OR_FOLDER needs dora.py beside this file.
     """
-    if adapter is not None:
-        try:
-            dora = __import__("dora")
-        except ImportError:
-            raise UserError("--adapter needs dora.py beside quant.py") from None
-        dora.read_adapter(adapter)
-    loaded, tokenizer, config = load(model, dtype)
-    if adapter is not None:
-        try:
-            dora.load_adapter(loaded, adapter)
-        except dora.UserError as error:
-            raise UserError(str(error)) from None
-        loaded.eval()
+    loaded, tokenizer, _ = (
+        load(model, dtype) if adapter is None else load_adapted(model, adapter, dtype)
+    )
     mx.random.seed(seed)
     ids, count, start, first = prompt_ids(tokenizer, prompt, raw), 0, time.perf_counter(), None
 

@@ -86,6 +86,8 @@ def read_split(folder: Path, split: str) -> list[tuple[str, dict]]:
             if not line.strip():
                 continue
             row = json.loads(line.decode("utf-8"))
+            if b"\\u" in line:  # may hold half of a surrogate pair, which is no text
+                json.dumps(row, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             byte = line[error.start]
             raise UserError(f"{where}: not UTF-8, byte 0x{byte:02x} at {error.start}") from None
@@ -146,12 +148,9 @@ def encode(row: dict, tokenizer: quant.Tokenizer, mask: bool | str) -> tuple[lis
             {"role": "assistant", "content": row["completion"]},
         ]
         return encode_chat(turns, row.get("tools"), tokenizer, mask)
-    ids = tokenizer.encode(row["prompt"] if "prompt" in row else row["text"])
-    prompt = len(ids) if "prompt" in row and mask else 0
+    ids, prompt = tokenizer.encode(row.get("prompt", row.get("text"))), 0
     if "prompt" in row:
-        while (
-            ids and ids[-1] == tokenizer.eos_id
-        ):  # a tokenizer that adds EOS adds it after the prompt too
+        while ids and ids[-1] == tokenizer.eos_id:  # some tokenizers add it, here too early
             ids.pop()
         prompt = len(ids) if mask else 0
         ids += tokenizer.encode(row["completion"], special=False)
@@ -173,37 +172,48 @@ def encode_chat(
     said = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     trained = [False] * len(ids)
     for i in said[-1:] if mask == "last" else said:
-        start, content_end, limit = assistant_span(turns, i, tools, tokenizer, text)
-        for n, (left, right) in enumerate(offsets):
-            if left >= start and right <= limit:
-                trained[n] = True
-                if left >= content_end and ids[n] in special:  # the end of the turn
-                    break
+        first, words_end, limit = assistant_span(turns, i, tools, tokenizer, text, encoding)
+        inside = [n for n in range(first, len(ids)) if offsets[n][1] <= limit]
+        ends = [n for n in inside if ids[n] in special and offsets[n][0] >= words_end]
+        if ends:  # the end of the turn; calls may have special tokens of their own before it
+            inside = range(first, ends[-1 if turns[i].get("tool_calls") else 0] + 1)
+        for n in inside:
+            trained[n] = True
     return ids, trained
 
 
-def assistant_span(turns, i: int, tools, tokenizer, text: str) -> tuple[int, int, int]:
-    """(where turn i's words begin, where they end, where the turn ends at the latest) in the
-    rendered text.
+def assistant_span(turns, i: int, tools, tokenizer, text: str, encoding) -> tuple[int, int, int]:
+    """(first token that turn i generates, where in the rendered text its words end, where the turn
+    ends).
 
-    The words begin behind the header, which is what the template adds when asked for a reply.
-    Templates may show a turn differently once others follow (Qwen3 drops its thinking), so the end
-    is searched for.
+    The first token is the one behind what the template shows when asked for a reply. Templates may
+    show a turn differently once others follow: they drop its thinking (Qwen3), or something behind
+    the last turn (Phi-3). So the end is where its own rendering and the whole one stop agreeing.
     """
+    common = os.path.commonprefix
+    header = tokenizer.chat(turns[:i], tools, reply=True)
     before = tokenizer.chat(turns[:i], tools) if i else ""
-    if not text.startswith(before):
+    if len(common([header, text])) < len(common([header, before])):
         raise UserError(
             f"the chat template shows the turns before turn {i + 1} differently once it follows; "
-            "--mask-prompt cannot tell its words apart"
+            "its words cannot be told apart: use --mask-prompt last, or false"
         )
-    header = tokenizer.chat(turns[:i], tools, reply=True)
-    start = max(len(before), len(os.path.commonprefix([header, text])))
+    asked = tokenizer.core.encode(header, add_special_tokens=False).ids
+    first = len(common([asked, encoding.ids]))
+    start = encoding.offsets[first][0] if first < len(encoding.ids) else len(text)
+    through = tokenizer.chat(turns[: i + 1], tools)
+    limit = len(common([through, text]))
+    if limit < len(through):  # the turn's rest may agree where its beginning was dropped
+        rests = (
+            len(through) - k
+            for k in range(start, len(through))
+            if text.startswith(through[k:], start)
+        )
+        limit = max(limit, start + next(rests, 0))
     words = turns[i].get("content")
     words = words.strip() if isinstance(words, str) else ""
-    found = text.find(words, start) if words else -1
-    through = tokenizer.chat(turns[: i + 1], tools)
-    limit = len(through) if text.startswith(through) else len(text)
-    return start, found + len(words) if found >= 0 else start, limit
+    found = text.find(words, start, limit) if words else -1
+    return first, found + len(words) if found >= 0 else start, limit
 
 
 class Examples:
@@ -349,38 +359,37 @@ def learning_rate(
 # --- The run --------------------------------------------------------------------------------------
 
 
+def compiled(state: list) -> Callable:
+    """mx.compile over `state` on a GPU. On the CPU it would run a C++ compiler and gain nothing."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return lambda step: step
+    return functools.partial(mx.compile, inputs=state, outputs=state)
+
+
 class Run:
     """Model, optimizer and their compiled steps, with what a checkpoint must hold."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, clip: float | None):
-        self.model, self.optimizer, self.step, self.tokens, self.best = (
-            model,
-            optimizer,
-            0,
-            0,
-            math.inf,
-        )
+        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.step, self.tokens, self.best = 0, 0, math.inf
         self.optimizer.init(model.trainable_parameters())
-        self.clip = clip
 
     def compile(self) -> None:
         """Compiles the steps around the present state; call it once all of the state is in
         place.
         """
         value_and_grad = nn.value_and_grad(self.model, loss_sum)
-        state = [
-            self.model.state,
-            mx.random.state,
-        ]  # outputs too: tracing leaves tracers in the model
+        # outputs too: tracing leaves tracers in the model
+        state = [self.model.state, mx.random.state]
 
-        @functools.partial(mx.compile, inputs=state, outputs=state)
+        @compiled(state)
         def gradients(tokens, places, weights):
             loss, grads = value_and_grad(self.model, tokens, places, weights)
             return loss, tree_map(lambda g: g.astype(mx.float32), grads)
 
         both = [self.model.state, self.optimizer.state]
 
-        @functools.partial(mx.compile, inputs=both, outputs=both)
+        @compiled(both)
         def update(grads, count):
             grads = tree_map(lambda g: g / count, grads)
             norm = mx.sqrt(sum(mx.square(g).sum() for _, g in tree_flatten(grads)))
@@ -388,12 +397,15 @@ class Run:
                 scale = mx.minimum(1.0, self.clip / (norm + 1e-6))
                 grads = tree_map(lambda g: g * scale, grads)
             self.optimizer.update(self.model, grads)
-            return norm
+            weights = [w for _, w in tree_flatten(self.model.trainable_parameters())]
+            return norm, mx.stack([mx.isfinite(w).all() for w in weights]).all()
 
         self.gradients, self.update = gradients, update
 
-    def advance(self, batches: list[tuple], rate: float) -> tuple[float, int, float]:
-        """One update from micro-batches: (summed loss, trained tokens, gradient norm)."""
+    def advance(self, batches: list[tuple], rate: float) -> tuple[float, int, float, bool]:
+        """One update from micro-batches: (summed loss, trained tokens, gradient norm, whether all
+        weights are finite).
+        """
         total, count, grads = mx.array(0.0), mx.array(0.0), None
         for tokens, places, weights in batches:
             loss, new = self.gradients(tokens, places, weights)
@@ -401,10 +413,10 @@ class Run:
             total, count = total + loss, count + weights.sum()
             mx.eval(total, count, grads)
         self.optimizer.learning_rate = mx.array(rate)
-        norm = self.update(grads, count)
-        mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm)
+        norm, finite = self.update(grads, count)
+        mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm, finite)
         self.step, self.tokens = self.step + 1, self.tokens + int(count.item())
-        return total.item(), int(count.item()), norm.item()
+        return total.item(), int(count.item()), norm.item(), finite.item()
 
     def evaluate(self, examples: Examples, batch_size: int, batches: int) -> float:
         """Token-weighted mean loss over the first `batches` batches (-1: all), without dropout."""
@@ -429,10 +441,9 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Lets `write` fill a folder that then appears whole under its name, replacing what was
     there.
     """
-    temporary, old = (
-        folder.with_name(f".{folder.name}.tmp"),
-        folder.with_name(f".{folder.name}.old"),
-    )
+    temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
+    if old.exists() and not folder.exists():  # killed between the two renamings below
+        old.rename(folder)
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
@@ -470,23 +481,25 @@ class Checkpoints:
             state = {f"optimizer.{k}": v for k, v in tree_flatten(run.optimizer.state)}
             state["random"] = mx.random.state[0]
             mx.save_safetensors(str(temporary / "state.safetensors"), state)
-            facts = {
-                "step": run.step,
-                "tokens": run.tokens,
-                "best": run.best,
-                "mlx": mx.__version__,
-            }
+            facts = {"step": run.step, "tokens": run.tokens, "best": run.best}
+            facts["mlx"] = mx.__version__
             (temporary / "state.json").write_text(json.dumps({**facts, **settings}, indent=2))
 
         write_folder(folder, write)
         for name in ("adapters.safetensors", "adapter_config.json"):
             temporary = self.root / f".{name}.tmp"
-            shutil.copyfile(folder / name, temporary)
-            quant.sync(temporary)
-            temporary.replace(self.root / name)
-        for older in self.all()[:-2]:  # every checkpoint keeps its weights, the last two can resume
-            for name in ("state.safetensors", "state.json"):
-                (older / name).unlink(missing_ok=True)
+            try:
+                shutil.copyfile(folder / name, temporary)
+                quant.sync(temporary)
+                temporary.replace(self.root / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+        # every checkpoint keeps its weights; this one and the one before it can resume, later ones
+        # are of a run that was left for an earlier step
+        before = [p for p in self.all() if p.name < folder.name]
+        for other in set(self.all()) - {folder, *before[-1:]}:
+            for name in ("state.json", "state.safetensors"):
+                (other / name).unlink(missing_ok=True)
         return folder
 
     def save_best(self, run: Run) -> None:
@@ -530,7 +543,8 @@ def restore(run: Run, folder: Path, settings: dict) -> None:
                 f"to start anew from its weights: --resume {folder / 'adapters.safetensors'}"
             )
     state = mx.load(str(folder / "state.safetensors"))
-    mx.random.state[0] = state.pop("random")
+    high, low = state.pop("random").tolist()
+    mx.random.seed(high << 32 | low)  # a seed's two words are the key
     run.optimizer.state = tree_unflatten([(k.partition(".")[2], v) for k, v in state.items()])
     run.step, run.tokens, run.best = facts["step"], facts["tokens"], facts["best"]
 
@@ -547,9 +561,11 @@ class Log:
         root.mkdir(parents=True, exist_ok=True)
         self.path, self.entries = root / "log.jsonl", []
         if step and self.path.exists():  # what was logged beyond the checkpoint happens again
-            lines = [json.loads(line) for line in self.path.read_text().splitlines()]
-            self.entries = [e for e in lines if e["iteration"] <= step]
-        self.path.write_text("".join(json.dumps(e) + "\n" for e in self.entries))
+            whole = [t for t in self.path.read_text().splitlines(True) if t.endswith("}\n")]
+            self.entries = [e for e in map(json.loads, whole) if e["iteration"] <= step]
+        temporary = self.path.with_name(".log.jsonl.tmp")
+        temporary.write_text("".join(json.dumps(e) + "\n" for e in self.entries))
+        temporary.replace(self.path)
         hidden = None if sys.stderr.isatty() else True
         self.bar = tqdm(total=iters, initial=step, disable=hidden, unit="step", dynamic_ncols=True)
         self.iters, self.began, self.first = iters, time.perf_counter(), step
@@ -567,11 +583,8 @@ class Log:
         peak, left = mx.get_peak_memory() / 1e9, (self.iters - step) * seconds / steps
         entry = {"iteration": step, "train_loss": loss, "learning_rate": rate}
         entry |= {"iterations_per_second": steps / seconds, "tokens_per_second": tokens / seconds}
-        entry |= {
-            "trained_tokens": total,
-            "peak_memory": peak,
-            "cache_memory": mx.get_cache_memory() / 1e9,
-        }
+        entry |= {"trained_tokens": total, "peak_memory": peak}
+        entry["cache_memory"] = mx.get_cache_memory() / 1e9
         eta = datetime.timedelta(seconds=round(left))
         speed = f"{tokens / seconds:.0f} tokens/s, peak {peak:.2f} GB, {eta} left"
         self.write(entry, f"step {step}/{self.iters}: loss {loss:.4f}, rate {rate:.2e}, {speed}")
@@ -582,6 +595,8 @@ class Log:
 
     def plot(self) -> None:
         """loss.svg beside the log, where matplotlib is installed."""
+        if not self.entries:
+            return
         try:
             import matplotlib
         except ImportError:
@@ -659,20 +674,20 @@ def train(
     """
     settings = dict(locals())
     check_settings(settings)
-    stop = Stop()
+    method = make_optimizer(settings)
     rows = read_data(data)
-    root = prepare_folder(Path(adapter_path), resume)
+    root = prepare_folder(Path(adapter_path).expanduser())
+    source = find_resume(root, resume)
     loaded, tokenizer, model_config = quant.load(model, dtype)
     mx.random.seed(seed)
     files = Checkpoints(root, model, model_config)
-    source = find_resume(files, resume)
     adapt(loaded, model_config, settings, source)
     splits = {k: Examples(r, tokenizer, mask_prompt, max_seq_length) for k, r in rows.items()}
     if len(splits["train"]) < batch_size:
         raise UserError(
             f"{data}: {len(splits['train'])} usable rows, fewer than --batch-size {batch_size}"
         )
-    run = Run(loaded, OPTIMIZERS[optimizer](learning_rate, **(optimizer_config or {})), grad_clip)
+    run = Run(loaded, method, grad_clip)
     exact = resumable(settings, splits["train"])
     if source and source.is_dir():
         restore(run, source, exact)
@@ -690,10 +705,12 @@ def train(
     prompt = sample_prompt(rows) if sample_tokens else None
     if prompt and run.step == 0:
         show_sample("before", loaded, tokenizer, prompt, sample_tokens)
+    stop = Stop()
     try:
         loop(run, settings, splits, files, log, exact, stop)
     finally:
         log.bar.close()
+        stop.restore()
     log.plot()
     if stop.asked:
         print(f"stopped at step {run.step}, saved; --resume goes on from there")
@@ -709,27 +726,24 @@ def train(
 def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: dict, stop) -> None:
     """Steps until --iters or Ctrl-C, with validation, reports and checkpoints on the way."""
     batches = micro_batches(splits["train"], s, run.step)
+    schedule = [s[k] for k in ("learning_rate", "iters", "lr_schedule", "warmup", "min_lr")]
     loss = tokens = steps = seconds = 0
-    saved = None
+    saved = run.step if (files.root / "adapters.safetensors").exists() else None
     if run.step == 0:
         validate(run, s, splits, files, log)
     while run.step < s["iters"] and not stop.asked:
-        began, rows = (
-            time.perf_counter(),
-            [next(batches) for _ in range(s["grad_accumulation_steps"])],
-        )
-        rate = learning_rate(
-            run.step, s["learning_rate"], s["iters"], s["lr_schedule"], s["warmup"], s["min_lr"]
-        )
+        began = time.perf_counter()
+        rows = [next(batches) for _ in range(s["grad_accumulation_steps"])]
+        rate = learning_rate(run.step, *schedule)
         built = [splits["train"].batch(r, s["batch_size"]) for r in rows]
-        part, count, norm = run.advance(built, rate)
-        if not (math.isfinite(part) and math.isfinite(norm)):
+        part, count, norm, finite = run.advance(built, rate)
+        if not (math.isfinite(part) and math.isfinite(norm) and finite):
             where = ", ".join(splits["train"].where[i] for r in rows for i in r)
-            last = saved or (files.all() or [None])[-1]
             raise UserError(
-                f"step {run.step}: loss {part / count}, gradient norm {norm}; stopped. Rows: {where}. "
-                f"Last good checkpoint: {last or 'none yet'}. Try a lower --learning-rate, "
-                "--grad-clip 1 or --dtype float32."
+                f"step {run.step}: loss {part / count}, gradient norm {norm}"
+                f"{'' if finite else ', weights not finite'}; stopped. Rows: {where}. "
+                f"Last good checkpoint: {(files.all() or ['none yet'])[-1]}. Try a lower "
+                "--learning-rate, --grad-clip 1 or --dtype float32."
             )
         loss, tokens, steps = loss + part, tokens + count, steps + 1
         seconds += time.perf_counter() - began
@@ -737,15 +751,15 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
         log.bar.set_postfix_str(
             f"loss {part / count:.3f}, peak {mx.get_peak_memory() / 1e9:.2f} GB"
         )
-        last = run.step == s["iters"] or stop.asked
-        if run.step % s["steps_per_report"] == 0 or last:
+        if run.step % s["steps_per_report"] == 0 or run.step == s["iters"] or stop.asked:
             log.train(run.step, loss / tokens, rate, seconds, steps, tokens, run.tokens)
             loss = tokens = steps = seconds = 0
         if run.step % s["steps_per_eval"] == 0 or run.step == s["iters"]:
             validate(run, s, splits, files, log)
-        if run.step % s["save_every"] == 0 or last:
-            saved = files.save(run, exact)
-    if run.step == 0 or not (files.root / "adapters.safetensors").exists():
+        if run.step % s["save_every"] == 0:
+            files.save(run, exact)
+            saved = run.step
+    if saved != run.step:
         files.save(run, exact)
 
 
@@ -777,8 +791,11 @@ class Stop:
 
     def __init__(self):
         self.asked = False
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, self)
+        self.before = {n: signal.signal(n, self) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore(self) -> None:
+        for name, handler in self.before.items():
+            signal.signal(name, handler)
 
     def __call__(self, number, _):
         if self.asked:
@@ -799,25 +816,35 @@ def check_settings(s: dict) -> None:
     for name, wanted in choices.items():
         if s[name] not in wanted:
             raise UserError(f"--{name.replace('_', '-')}: got {s[name]!r}, wanted one of {wanted}")
-    at_least = dict(
-        iters=0, batch_size=1, learning_rate=0, rank=1, grad_accumulation_steps=1, warmup=0
-    )
-    at_least |= dict(
-        max_seq_length=2, steps_per_report=1, steps_per_eval=1, save_every=1, val_batches=-1
-    )
+    one = "batch_size rank grad_accumulation_steps steps_per_report steps_per_eval save_every"
+    none = "iters learning_rate warmup min_lr grad_clip sample_tokens seed"
+    at_least = dict.fromkeys(one.split(), 1) | dict.fromkeys(none.split(), 0)
+    at_least |= {"max_seq_length": 2, "val_batches": -1}
     for name, least in at_least.items():
-        if not s[name] >= least:
-            raise UserError(f"--{name.replace('_', '-')}: got {s[name]}, wanted at least {least}")
+        value = least if s[name] is None else s[name]
+        if not least <= value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')}: got {value}, wanted at least {least}")
+    if not math.isfinite(s["scale"]):
+        raise UserError(f"--scale: got {s['scale']}, wanted a finite number")
     if not 0 <= s["dropout"] < 1:
         raise UserError(f"--dropout: got {s['dropout']}, wanted at least 0 and below 1")
-
-
-def prepare_folder(root: Path, resume: bool | str) -> Path:
-    """The run's folder, writable and not holding another run unless that is resumed."""
-    if (root / "checkpoints").exists() and any((root / "checkpoints").iterdir()) and not resume:
+    if s["dropout"] and s["grad_checkpoint"]:
         raise UserError(
-            f"{root} holds a run; --resume goes on with it, --adapter-path NAME starts another"
+            "--grad-checkpoint computes each layer twice, with another --dropout mask the second "
+            "time; use one of the two"
         )
+
+
+def make_optimizer(s: dict) -> optim.Optimizer:
+    given = s["optimizer_config"] or {}
+    try:
+        return OPTIMIZERS[s["optimizer"]](s["learning_rate"], **given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--optimizer-config for {s['optimizer']}: got {given}: {error}") from None
+
+
+def prepare_folder(root: Path) -> Path:
+    """The run's folder, which can be written."""
     there = next(p for p in (root, *root.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):  # leaves nothing behind if the run fails to start
@@ -827,70 +854,87 @@ def prepare_folder(root: Path, resume: bool | str) -> Path:
     return root
 
 
-def find_resume(files: Checkpoints, resume: bool | str) -> Path | None:
-    """A whole checkpoint's folder, or an adapter file to take weights from, or None."""
-    if resume is False:
-        return None
+def find_resume(root: Path, resume: bool | str) -> Path | None:
+    """A whole checkpoint's folder, an adapter file to take weights from, or None; a run that `root`
+    holds may only be gone on with.
+    """
+    files, source = Checkpoints(root, "", {}), None
     if resume is True:
         return files.newest()
-    path = Path(resume).expanduser()
-    if path.is_dir() and (path / "checkpoints").is_dir():
-        return Checkpoints(path, "", {}).newest()
-    if path.is_dir() and (path / "state.json").exists():
-        if problem := damage(path):
-            raise UserError(f"--resume {path}: {problem}")
-        return path
-    path = path / "adapters.safetensors" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"--resume {resume}: no such checkpoint or adapter file")
-    return path
+    if resume:
+        source = Path(resume).expanduser()
+        if (source / "checkpoints").is_dir():
+            source = Checkpoints(source, "", {}).newest()
+        elif (source / "state.json").exists():
+            if problem := damage(source):
+                raise UserError(f"--resume {source}: {problem}")
+        elif source.is_dir():
+            source = source / "adapters.safetensors"
+        if not source.exists():
+            raise UserError(f"--resume {resume}: no such checkpoint or adapter file")
+    held = files.all() or (root / "adapters.safetensors").exists()
+    goes_on = source and source.is_dir() and source.resolve() in [p.resolve() for p in files.all()]
+    if held and not goes_on:
+        raise UserError(
+            f"{root} holds a run; --resume goes on with it, --adapter-path NAME starts another"
+        )
+    return source
 
 
 def adapt(model: nn.Module, config: dict, s: dict, source: Path | None) -> None:
     """Makes the model trainable as --train-type says, from fresh adapters or those of `source`."""
     if s["train_type"] == "full":
-        if "quantization" in config:
-            raise UserError(
-                f"{s['model']} is packed; full fine-tuning needs dense weights: quant.py dequantize"
-            )
-        if not -1 <= s["num_layers"] <= len(model.layers) or s["num_layers"] == 0:
-            raise UserError(
-                f"--num-layers: got {s['num_layers']}, the model has {len(model.layers)}"
-            )
-        for part in [model] if s["num_layers"] == -1 else model.layers[-s["num_layers"] :]:
-            part.unfreeze()
-        if source:
-            dora.load_adapter(model, str(source), config)
-        return
-    if source is None:
-        wanted = (s["rank"], s["scale"], s["dropout"], s["keys"], s["num_layers"], s["train_type"])
-        names = dora.adapt(model, *wanted)
+        unfreeze(model, config, s)
+        wanted = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    elif source is None:
+        given = (s["rank"], s["scale"], s["dropout"], s["keys"], s["num_layers"], s["train_type"])
+        wanted = dora.adapt(model, *given)
     else:
-        settings = dora.load_adapter(model, str(source), config)
-        names = list(dora.adapted(model))
-        for key, mine in (("kind", "train_type"), ("rank", "rank"), ("scale", "scale")):
-            if settings[key] is not None and settings[key] != s[mine]:
-                flag = mine.replace("_", "-")
-                raise UserError(
-                    f"{source} has {key} {settings[key]}; give --{flag} {settings[key]}"
-                )
-        for layer in dora.adapted(model).values():
-            layer.rate, layer.dropout = s["dropout"], nn.Dropout(s["dropout"])
-    kinds = sorted({n.split(".")[-1] for n in names})
-    print(f"adapting {len(names)} layers: {', '.join(kinds)}")
+        wanted, _ = dora.choose(model, s["keys"], s["num_layers"])
+    if source:
+        take_weights(model, config, s, source, wanted)
+    if layers := dora.adapted(model):
+        kinds = sorted({n.split(".")[-1] for n in layers})
+        print(f"adapting {len(layers)} layers: {', '.join(kinds)}")
+
+
+def take_weights(model, config: dict, s: dict, source: Path, wanted: list[str]) -> None:
+    """Loads `source`, which must be what the flags describe."""
+    weights, has = dora.read_adapter(str(source))
+    for key, name in (("kind", "train_type"), ("rank", "rank"), ("scale", "scale")):
+        if has[key] not in (None, s[name]):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{source} has {key} {has[key]}, not {s[name]}; give {flag} {has[key]}")
+    dora.load_adapter(model, str(source), config)
+    layers = dora.adapted(model)
+    if odd := sorted(set(layers or weights) ^ set(wanted)):
+        raise UserError(
+            f"{source} changes {len(layers or weights)} layers, --keys and --num-layers choose "
+            f"{len(wanted)}; not in both: {', '.join(odd[:3])}"
+        )
+    for layer in layers.values():
+        layer.rate, layer.dropout = s["dropout"], nn.Dropout(s["dropout"])
+
+
+def unfreeze(model: nn.Module, config: dict, s: dict) -> None:
+    """Makes the weights themselves trainable, in float32: a half-precision weight is coarser than
+    an update at the usual rates, which would round away.
+    """
+    if "quantization" in config:
+        raise UserError(
+            f"{s['model']} is packed; full fine-tuning needs dense weights: quant.py dequantize"
+        )
+    if not -1 <= s["num_layers"] <= len(model.layers) or s["num_layers"] == 0:
+        raise UserError(f"--num-layers: got {s['num_layers']}, the model has {len(model.layers)}")
+    for part in [model] if s["num_layers"] == -1 else model.layers[-s["num_layers"] :]:
+        part.unfreeze()
+        quant.cast(part, mx.float32)
 
 
 def resumable(s: dict, examples: Examples) -> dict:
     """The settings that a resumed run must share with the one it goes on from."""
-    names = (
-        "train_type",
-        "batch_size",
-        "grad_accumulation_steps",
-        "seed",
-        "optimizer",
-        "max_seq_length",
-    )
-    return {n: s[n] for n in names} | {"rows": len(examples), "data": examples.digest()}
+    names = "train_type batch_size grad_accumulation_steps seed optimizer max_seq_length"
+    return {n: s[n] for n in names.split()} | {"rows": len(examples), "data": examples.digest()}
 
 
 def describe(run: Run, s: dict, splits: dict) -> None:
@@ -961,7 +1005,8 @@ def with_config(function: Callable, flags: dict) -> dict:
         ) from None
     if not isinstance(found, dict):
         raise UserError(f"--config {path}: wanted keys and values, got a {type(found).__name__}")
-    found = {k.replace("-", "_"): v for k, v in from_mlx_lm(found).items()}
+    found = {str(k).replace("-", "_"): v for k, v in found.items()}
+    found = from_mlx_lm(found)
     names = list(inspect.signature(function).parameters)
     words = []
     for key, value in found.items():
@@ -980,31 +1025,34 @@ def with_config(function: Callable, flags: dict) -> dict:
 
 def from_mlx_lm(found: dict) -> dict:
     """mlx-lm's nested spellings (lora_parameters, lr_schedule, optimizer_config) as flags."""
-    found = {k: v for k, v in found.items() if k != "train"}
-    found |= found.pop("lora_parameters", None) or {}
+    # a run always trains, tests on all of test.jsonl and bounds the cache
+    ignored = ("train", "test_batches", "clear_cache_threshold")
+    found = {k: v for k, v in found.items() if k not in ignored}
+    for key in ("lora_parameters", "optimizer_config"):
+        if not isinstance(found.get(key), dict | None):
+            raise UserError(f"{key}: got {found[key]!r}, wanted keys and values")
+    nested = found.pop("lora_parameters", None) or {}
+    found |= {str(k): v for k, v in nested.items()}
     if file := found.pop("resume_adapter_file", None):
         found["resume"] = file
     if isinstance(schedule := found.get("lr_schedule"), dict):
-        name = {"cosine_decay": "cosine", "linear_schedule": "linear"}.get(schedule.get("name"))
-        values = [float(v) for v in schedule.get("arguments") or []]
-        if name is None or not values:
+        given = dict(schedule)
+        name = {"cosine_decay": "cosine", "linear_schedule": "linear"}.get(given.pop("name", None))
+        try:  # cosine_decay has peak, steps, end; linear_schedule has peak, end, steps
+            peak, *rest = map(float, given.pop("arguments", []))
+            steps, end = rest[::-1] if name == "linear" else [*rest, 0.0][:2]
+            warmup = int(given.pop("warmup", 0))
+            given = {k: v for k, v in given.items() if (k, v) != ("warmup_init", 0)}
+        except (TypeError, ValueError):
+            name = None
+        if name is None or given:
             raise UserError(
-                f"lr_schedule: got {schedule}, wanted cosine_decay or linear_schedule "
-                "with arguments"
+                f"lr_schedule: got {schedule}, wanted cosine_decay or linear_schedule with their "
+                "arguments, and a warmup, which begins at 0"
             )
-        found |= {
-            "lr_schedule": name,
-            "learning_rate": values[0],
-            "warmup": schedule.get("warmup", 0),
-        }
-        end = (
-            values[2]
-            if name == "cosine" and len(values) > 2
-            else values[1]
-            if name == "linear"
-            else 0
-        )
-        found["min_lr"] = end
+        found |= {"lr_schedule": name, "learning_rate": peak, "warmup": warmup, "min_lr": end}
+        if str(found.get("iters")) != f"{steps + warmup:.0f}":
+            print(f"lr_schedule: reaches {end} at the last of --iters, not after {steps:.0f} steps")
     if isinstance(nested := found.get("optimizer_config"), dict) and set(nested) <= set(OPTIMIZERS):
         found["optimizer_config"] = nested.get(found.get("optimizer", "adam"))
     return found

@@ -1,5 +1,4 @@
 """Decoding and training speed at real models' shapes, random weights, against mlx-lm in one run.
-run.
 
     python tests/bench_shapes.py qwen3-8b --rows 4 --length 1024
     python tests/bench_shapes.py qwen3-0.6b
@@ -136,7 +135,7 @@ def steps(model, side: str, rows: int, length: int, count: int = 10):
         mx.eval(tokens, places, weights)
         start = time.perf_counter()
         if side == "ours":
-            total, tokens_seen, _ = run.advance([(tokens, places, weights)], 1e-5)
+            total, tokens_seen, *_ = run.advance([(tokens, places, weights)], 1e-5)
             loss = total / tokens_seen
         else:
             loss = step(tokens, mx.array([[0, length + 1]] * rows))
