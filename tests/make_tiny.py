@@ -97,7 +97,7 @@ def tokenizer_files(texts: list[str]) -> dict[str, bytes]:
 
 
 def make(steps: int = 3000, seed: int = 0) -> None:
-    """Pretrains, on all words for a third of the steps and on the answers for the rest, and packs."""
+    """Pretrains, a third of the steps on all words, the rest on the answers, and packs."""
     rng = random.Random(seed)
     work = Path(tempfile.mkdtemp())
     rows = [plain(rng) for _ in range(20000)]

@@ -1,0 +1,471 @@
+"""fuse.py: what it writes behaves as the live adapter did, and nothing is left of what fails."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import (
+    CHATML,
+    PACKINGS,
+    ROOT,
+    refused,
+    run_cli,
+    tiny_config,
+    tiny_tokenizer,
+    write_model,
+)
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+import dora
+import fuse
+import quant
+
+TOKENS = mx.array([[5, 100, 200, 7, 31, 299], [1, 2, 3, 4, 5, 6]])
+KEYS = ["q_proj", "mlp.*", "lm_head"]
+MIXED = {
+    "model.layers.0.self_attn.q_proj": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    "model.layers.1.mlp.up_proj": {"group_size": 64, "bits": 3, "mode": "affine"},
+    "model.layers.1.mlp.gate_proj": False,
+    "model.layers.1.mlp.down_proj": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+}
+EXTRA = {
+    "chat_template.jinja": CHATML.encode(),
+    "generation_config.json": b'{ "eos_token_id": [2,7],  "temperature": 0.5 }\n',
+    "special_tokens_map.json": b'{"eos_token": "</s>"}',
+}
+
+
+def name_of(packing):
+    return "-".join(map(str, packing.values())) if isinstance(packing, dict) else None
+
+
+def apart(got, want) -> float:
+    got, want = (np.array(a.astype(mx.float32), np.float64) for a in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def train_on(base: Path, folder: Path, scale=7.5, kind="dora", keys=KEYS, seed=19) -> Path:
+    """An adapter of rank 4 on `base` that is far from a no-op."""
+    model, _, config = quant.load(str(base))
+    mx.random.seed(seed)
+    dora.adapt(model, 4, scale, 0.5, keys, kind=kind)
+    for layer in dora.adapted(model).values():
+        layer.lora_b = mx.random.normal(layer.lora_b.shape) / 16
+        if kind == "dora":
+            layer.m = layer.m * mx.random.uniform(0.7, 1.5, layer.m.shape)
+    folder.mkdir(parents=True)
+    dora.save_adapter(folder, model, str(base), config)
+    return folder / "adapters.safetensors"
+
+
+def logits(path, adapter=None) -> mx.array:
+    model, _, config = quant.load(str(path))
+    if adapter:
+        dora.load_adapter(model, adapter, config)
+    return model(TOKENS)
+
+
+def weights(path) -> dict[str, mx.array]:
+    return mx.load(str(path / "model.safetensors"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def mixed_model(folder: Path) -> Path:
+    """Four packings and a dense layer in one model."""
+    config = tiny_config() | {"quantization": {"group_size": 32, "bits": 4, "mode": "affine"}}
+    mx.random.seed(0)
+    model = quant.Model(quant.Spec.read(config))
+    default = dict(config["quantization"])
+    nn.quantize(
+        model, class_predicate=lambda p, m: hasattr(m, "to_quantized") and MIXED.get(p, default)
+    )
+    config["quantization"] |= MIXED
+    folder.mkdir()
+    files = quant.Tokenizer(tiny_tokenizer() | EXTRA, config)
+    quant.save(folder, dict(tree_flatten(model.parameters())), config, files)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixed")
+    return mixed_model(folder / "model"), train_on(folder / "model", folder / "adapter")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A 4-bit base and an adapter on it."""
+    folder = tmp_path_factory.mktemp("small")
+    base = write_model(folder / "model", packing=PACKINGS[4])
+    return base, train_on(base, folder / "adapter")
+
+
+# --- What is written ------------------------------------------------------------------------------
+
+
+EVERY = [*((p, "dora") for p in (None, *PACKINGS)), (None, "lora"), (PACKINGS[5], "lora")]
+
+
+@pytest.mark.parametrize("packing, kind", EVERY, ids=name_of)
+def test_fused_models_behave_as_the_live_adapter(packing, kind, tmp_path):
+    """Dense: to float32 rounding. Packed: within a few times what packing loses of the weights.
+    In mlx-lm as here. No flags are needed: rank, scale and base are in the file."""
+    base = write_model(tmp_path / "base", packing=packing)
+    adapter = train_on(base, tmp_path / "adapter", kind=kind)
+    live, before = logits(base, adapter), logits(base)
+    assert apart(live, before) > 0.1
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "dense"), dequantize=True)
+    assert apart(logits(tmp_path / "dense"), live) < 1e-5
+    written = weights(tmp_path / "dense")
+    source = {p: m for p, m in quant.load(str(base))[0].named_modules() if "weight" in m}
+    assert set(written) == {f"{p}.weight" for p in source}
+    assert {a.dtype for a in written.values()} == {mx.float32}
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"))
+    fused, config = load_model(tmp_path / "fused")
+    assert apart(fused(TOKENS), logits(tmp_path / "fused")) < 1e-5
+    assert config.get("quantization") == packing
+    if packing:
+        pairs = [
+            (dora.dense(dora.tensors(m), dora.packing(m), mx.float32), written[f"{p}.weight"])
+            for p, m in fused.named_modules()
+            if "scales" in m
+        ]
+        loss = max(apart(*pair) for pair in pairs)
+        assert 1e-3 < loss and apart(logits(tmp_path / "fused"), live) < 4 * loss
+    else:
+        assert apart(logits(tmp_path / "fused"), live) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("packing", [None, PACKINGS[5], PACKINGS[-3], PACKINGS[-1]], ids=name_of)
+def test_half_precision_models_keep_their_dtype(packing, dtype, tmp_path):
+    """Modes whose scales are integers included: the model's dtype counts, not theirs."""
+    base = write_model(tmp_path / "base", packing=packing, dtype=dtype)
+    adapter = train_on(base, tmp_path / "adapter")
+    live = logits(base, adapter)
+    for name, flags in (("a", {}), ("b", {"dequantize": True}), ("c", {"bits": 8})):
+        fuse.fuse(str(adapter), save_path=str(tmp_path / name), **flags)
+        found = {a.dtype for a in weights(tmp_path / name).values()}
+        assert found - {mx.uint32, mx.uint8} == {dtype}
+        assert (mx.uint8 in found) == (bool(packing) and "fp4" in packing["mode"] and name != "b")
+        got = logits(tmp_path / name)
+        assert got.dtype == dtype
+        if name == "b":
+            assert apart(got, live) < (3e-2 if dtype == mx.bfloat16 else 4e-3)
+
+
+def test_every_layer_is_packed_as_it_was(mixed, tmp_path):
+    base, adapter = mixed
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"))
+    before, after = (
+        json.loads((f / "config.json").read_text()) for f in (base, tmp_path / "fused")
+    )
+    assert before == after and after["quantization"] == after["quantization_config"]
+    assert {k: a.shape for k, a in weights(base).items()} == {
+        k: a.shape for k, a in weights(tmp_path / "fused").items()
+    }
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "dense"), dequantize=True)
+    assert apart(logits(tmp_path / "dense"), logits(base, adapter)) < 1e-5
+    assert "quant" not in (tmp_path / "dense" / "config.json").read_text()
+    # what no adapter was on is byte for byte the base's
+    old, new = weights(base), weights(tmp_path / "fused")
+    changed = {k.rpartition(".")[0] for k in old if not mx.array_equal(old[k], new[k])}
+    assert changed == {k.rpartition(".")[0] for k in mx.load(str(adapter))}
+
+
+def test_bits_and_group_size_repack_the_adapted_layers_and_the_config_says_so(mixed, tmp_path):
+    base, adapter = mixed
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"), bits=8, group_size=64)
+    config = json.loads((tmp_path / "fused" / "config.json").read_text())["quantization"]
+    names = {k.rpartition(".")[0] for k in mx.load(str(adapter))}
+    assert {k for k, v in config.items() if isinstance(v, dict)} == names
+    for path, how in config.items():
+        if path in names:
+            assert how == {"group_size": 64, "bits": 8, "mode": "affine"}
+    got = logits(tmp_path / "fused")
+    assert apart(got, logits(base, adapter)) < 0.05
+    theirs, _ = load_model(tmp_path / "fused")
+    assert apart(theirs(TOKENS), got) < 1e-5
+
+
+def test_a_dense_base_is_packed_when_asked(dense, tmp_path):
+    adapter = train_on(dense, tmp_path / "adapter")
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"), bits=4)
+    config = json.loads((tmp_path / "fused" / "config.json").read_text())["quantization"]
+    assert config == {"group_size": 64, "bits": 4, "mode": "affine"}
+    full, size = ((f / "model.safetensors").stat().st_size for f in (dense, tmp_path / "fused"))
+    assert size < full / 5
+    names = {k.rpartition(".")[0] for k in weights(tmp_path / "fused") if k.endswith(".scales")}
+    assert len(names) == 2 * 7 + 2
+    assert apart(logits(tmp_path / "fused"), logits(dense, adapter)) < 0.5
+
+
+def test_a_second_fuse_is_byte_identical_and_dropout_plays_no_part(small, tmp_path):
+    base, adapter = small
+    for name in "ab":
+        fuse.fuse(str(adapter), save_path=str(tmp_path / name))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert dora.read_adapter(str(adapter))[1]["dropout"] == 0.5
+
+
+def test_tokenizer_template_and_generation_files_are_kept_byte_for_byte(mixed, tmp_path):
+    base, adapter = mixed
+    fuse.fuse(str(adapter.parent), save_path=str(tmp_path / "fused"))
+    old, new = contents(base), contents(tmp_path / "fused")
+    assert set(old) == set(new) and set(EXTRA) < set(new)
+    for name in set(old) - {"model.safetensors", "config.json"}:
+        assert old[name] == new[name]
+    assert quant.load(str(tmp_path / "fused"))[1].eos_ids == {2, 7}
+
+
+def test_doubled_magnitudes_double_the_dense_weight(dense, tmp_path):
+    model, _, config = quant.load(str(dense))
+    dora.adapt(model, keys=["up_proj"])
+    for layer in dora.adapted(model).values():
+        layer.m = layer.m * 2
+    dora.save_adapter(tmp_path, model, str(dense), config)
+    fuse.fuse(str(tmp_path), save_path=str(tmp_path / "fused"))
+    old, new = weights(dense), weights(tmp_path / "fused")
+    for name, array in old.items():
+        assert apart(new[name], array * (2 if "up_proj" in name else 1)) < 1e-7
+
+
+def test_alpha_over_rank_reaches_the_fused_weight(dense, tmp_path):
+    """A and B all ones, rank 4, alpha 8: every weight grows by alpha / rank x rank = 8."""
+    adapter = train_on(dense, tmp_path / "adapter", scale=8 / 4, kind="lora", keys=["lm_head"])
+    ones = {k: mx.ones(a.shape) for k, a in mx.load(str(adapter)).items()}
+    mx.save_safetensors(str(adapter), ones, mx.load(str(adapter), return_metadata=True)[1])
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"))
+    old, new = weights(dense)["lm_head.weight"], weights(tmp_path / "fused")["lm_head.weight"]
+    assert apart(new, old + 8) < 1e-6
+
+
+def test_full_fine_tuning_fuses(dense, tmp_path):
+    model, _, config = quant.load(str(dense))
+    model.layers[1].unfreeze()
+    model.layers[1].apply(lambda a: a + 0.1)
+    dora.save_adapter(tmp_path, model, str(dense), config)
+    fuse.fuse(str(tmp_path), save_path=str(tmp_path / "fused"))
+    assert mx.array_equal(logits(tmp_path / "fused"), model(TOKENS))
+    assert not mx.array_equal(logits(dense), model(TOKENS))
+    fuse.fuse(str(tmp_path), save_path=str(tmp_path / "packed"), bits=8)
+    assert apart(logits(tmp_path / "packed"), model(TOKENS)) < 0.05
+
+
+def test_adapters_that_mlx_lm_wrote_fuse_with_the_model_named(small, tmp_path):
+    """No metadata in the file: adapter_config.json beside it says rank and scale."""
+    base, adapter = small
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    mx.save_safetensors(str(bare / "adapters.safetensors"), mx.load(str(adapter)))
+    said = json.loads((adapter.parent / "adapter_config.json").read_text())
+    del said["model"]
+    (bare / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(quant.UserError, match="does not name its base model; give --model"):
+        fuse.fuse(str(bare), save_path=str(tmp_path / "fused"))
+    fuse.fuse(str(bare), str(base), str(tmp_path / "fused"))
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "other"))
+    assert contents(tmp_path / "fused") == contents(tmp_path / "other")
+
+
+def test_the_config_may_name_its_packing_in_either_dialect(small, tmp_path):
+    base, adapter = small
+    live = logits(base, adapter)
+    fuse.fuse(str(adapter), save_path=str(tmp_path / "plain"))
+    for name in ("quantization", "quantization_config"):
+        copy = tmp_path / name
+        shutil.copytree(base, copy)
+        config = json.loads((base / "config.json").read_text())
+        del config[name]
+        (copy / "config.json").write_text(json.dumps(config))
+        assert mx.array_equal(logits(copy, adapter), live)
+        fuse.fuse(str(adapter), str(copy), str(tmp_path / f"fused-{name}"))
+        got, want = (contents(tmp_path / f) for f in (f"fused-{name}", "plain"))
+        assert got["model.safetensors"] == want["model.safetensors"]
+        assert "quantization" in json.loads(got["config.json"])
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    config.pop("quantization", None)
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(quant.UserError, match="packed by 'awq'"):
+        fuse.fuse(str(adapter), str(copy), str(tmp_path / "no"))
+
+
+# --- What is refused, and what it leaves behind ---------------------------------------------------
+
+
+def other_base(folder):
+    return write_model(folder / "other", packing=PACKINGS[4], seed=1)
+
+
+def half(folder, adapter):
+    cut = folder / "cut" / "adapters.safetensors"
+    cut.parent.mkdir()
+    cut.write_bytes(adapter.read_bytes()[: adapter.stat().st_size // 2])
+    return cut
+
+
+def nameless(folder, adapter):
+    tensors, meta = mx.load(str(adapter), return_metadata=True)
+    mx.save_safetensors(str(folder / "a.safetensors"), tensors, meta | {"base": ""})
+    return folder / "a.safetensors"
+
+
+REFUSALS = {
+    "another base": (lambda f, a: dict(adapter=a, model=other_base(f)), "weights differ"),
+    "cut in half": (lambda f, a: dict(adapter=half(f, a)), "damaged or cut short"),
+    "no base named": (lambda f, a: dict(adapter=nameless(f, a)), "give --model"),
+    "no such base": (lambda f, a: dict(adapter=a, model=f / "none" / "such"), "no such folder"),
+    "group too wide": (lambda f, a: dict(adapter=a, group_size=64, bits=5), "does not divide"),
+    "bits": (lambda f, a: dict(adapter=a, bits=7), "bits got 7"),
+    "group size": (lambda f, a: dict(adapter=a, group_size=48), "group size got 48"),
+    "both": (lambda f, a: dict(adapter=a, bits=4, dequantize=True), "exclude each other"),
+    "no adapter": (lambda f, a: dict(adapter=f / "nope"), "no such adapter"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_leave_nothing_behind_and_the_base_as_it_was(case, tmp_path):
+    config = tiny_config(hidden_size=96, num_attention_heads=3, num_key_value_heads=1)
+    base = write_model(tmp_path / "base", config, PACKINGS[4])
+    adapter = train_on(base, tmp_path / "adapter")
+    flags, said = REFUSALS[case]
+    if case == "another base":
+        base = write_model(tmp_path / "wide", packing=PACKINGS[4])
+        adapter = train_on(base, tmp_path / "wider")
+    flags = {k: str(v) if isinstance(v, Path) else v for k, v in flags(tmp_path, adapter).items()}
+    before = contents(tmp_path)
+    with pytest.raises((quant.UserError, dora.UserError), match=said):
+        fuse.fuse(**flags, save_path=str(tmp_path / "fused"))
+    assert contents(tmp_path) == before
+    assert not [f for f in tmp_path.iterdir() if "fused" in f.name]
+    if case == "another base":
+        fuse.fuse(**flags, save_path=str(tmp_path / "fused"), force=True)
+        assert (tmp_path / "fused" / "config.json").exists()
+
+
+def test_a_second_adapter_is_refused_by_the_model_the_first_was_fused_into(small, tmp_path):
+    base, first = small
+    second = train_on(base, tmp_path / "second", seed=20)
+    fuse.fuse(str(first), save_path=str(tmp_path / "once"))
+    with pytest.raises(dora.UserError, match="weights differ from the base it was trained on"):
+        fuse.fuse(str(second), str(tmp_path / "once"), str(tmp_path / "twice"))
+    assert not (tmp_path / "twice").exists()
+
+
+def test_another_packing_of_the_same_base_is_fused_with_a_warning(tmp_path, capsys):
+    """Both named: what it was trained on and how far this one is from it."""
+    base = write_model(tmp_path / "base", packing=PACKINGS[4])
+    finer = write_model(tmp_path / "finer", packing=PACKINGS[10])
+    adapter = train_on(base, tmp_path / "adapter")
+    fuse.fuse(str(adapter), str(finer), str(tmp_path / "fused"))
+    said = capsys.readouterr().err
+    assert "packed differently" in said and str(base) in said
+    assert apart(logits(tmp_path / "fused"), logits(finer, adapter)) < 0.05
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "read-only"])
+def test_an_output_that_cannot_be_written_is_refused_at_once(what, small, tmp_path):
+    base, adapter = small
+    target = tmp_path / "out"
+    if what == "read-only":
+        if os.geteuid() == 0:
+            target = Path("/proc/out")  # root may write anywhere else
+        else:
+            tmp_path.chmod(0o500)
+    else:
+        target.mkdir() if what == "folder" else target.write_text("mine")
+    with pytest.raises(quant.UserError, match="exists; give another|cannot be written"):
+        fuse.fuse(str(adapter), "no-such/model", str(target))
+    assert not target.exists() or what == "folder" or target.read_text() == "mine"
+    tmp_path.chmod(0o700)
+
+
+def test_flags_are_checked_before_anything_runs():
+    for argv, said in (
+        (["a", "--dequantise"], "did you mean --dequantize?"),
+        (["a", "--bits", "four"], "--bits: got 'four', wanted int"),
+        ([], "missing ADAPTER"),
+        (["a", "b", "c", "true", "4", "64", "true", "d"], "unexpected argument 'd'"),
+    ):
+        with pytest.raises(quant.UserError) as error:
+            quant.parse(fuse.fuse, argv)
+        assert said in str(error.value)
+
+
+# --- As a user runs it ----------------------------------------------------------------------------
+
+
+def test_the_file_alone_is_enough_on_the_command_line(small, tmp_path):
+    base, adapter = small
+    alone = tmp_path / "elsewhere" / "mine.safetensors"
+    alone.parent.mkdir()
+    shutil.copy(adapter, alone)
+    done = run_cli("fuse", alone, "--dequantize", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fused_model" in done.stdout and str(base) in done.stdout
+    assert apart(logits(tmp_path / "fused_model"), logits(base, adapter)) < 1e-5
+    refused(run_cli("fuse", alone, cwd=tmp_path), "fused_model exists")
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_the_model_is_read(tmp_path):
+    refused(run_cli("fuse", "/nope.safetensors", "--model", "no/such", cwd=tmp_path), "/nope")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("disk", ["full", "file size limit"])
+def test_a_full_disk_leaves_nothing_behind(disk, small, tmp_path):
+    base, adapter = small
+    before, limits = contents(base), resource.getrlimit(resource.RLIMIT_FSIZE)
+    target = tmp_path / "small"
+    target.mkdir()
+    if disk == "full":
+        mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "none", str(target)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("mounting a small file system needs root")
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        done = run_cli("fuse", adapter, "--save-path", target / "fused")
+        left = list(target.iterdir())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if disk == "full":
+            subprocess.run(["umount", str(target)], check=True)
+    refused(done, "no space left")
+    assert not left and contents(base) == before
+
+
+def test_an_interrupted_fuse_leaves_nothing_behind(small, tmp_path):
+    """The base holds a pipe that nobody writes to, so the program waits in the midst of it."""
+    base, adapter = small
+    copy = tmp_path / "base"
+    shutil.copytree(base, copy)
+    os.mkfifo(copy / "generation_config.json")
+    command = [sys.executable, str(ROOT / "fuse.py"), str(adapter), "--model", str(copy)]
+    running = subprocess.Popen([*command, "--save-path", str(tmp_path / "fused")])
+    handle, deadline = None, time.monotonic() + 60
+    while handle is None:
+        try:  # possible once the other side reads
+            handle = os.open(copy / "generation_config.json", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    assert [f for f in tmp_path.iterdir() if "fused" in f.name]
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 130
+    os.close(handle)
+    assert [f.name for f in tmp_path.iterdir()] == ["base"]
