@@ -199,7 +199,22 @@ def dense(packed: list[mx.array], how: tuple | None, dtype: mx.Dtype) -> mx.arra
         return packed[0].astype(dtype)
     if dtype == mx.float32 and len(packed) == 3:  # unrounded; half precision rounds W once more
         packed = [packed[0], *(p.astype(dtype) for p in packed[1:])]
+    if mx.default_device().type == mx.DeviceType.cpu and len(packed) == 3 and how[1] in (4, 8):
+        return unpack(*packed, bits=how[1]).astype(dtype)
     return mx.dequantize(*packed, group_size=how[0], bits=how[1], mode=how[2], dtype=dtype)
+
+
+def unpack(weight: mx.array, scales: mx.array, biases: mx.array, bits: int) -> mx.array:
+    """Affine dequantization from plain array operations, bit for bit mx.dequantize's in float32.
+
+    The CPU backend's own decodes one code at a time: 1.5 times slower at 4 bits, 2.6 at 8.
+    """
+    if bits == 8:
+        codes = weight.view(mx.uint8)
+    else:
+        codes = (weight[..., None] >> mx.arange(0, 32, bits, dtype=mx.uint32)) & (2**bits - 1)
+    codes = codes.reshape(*scales.shape, -1)  # (O, I / group, group)
+    return (codes * scales[..., None] + biases[..., None]).reshape(scales.shape[0], -1)
 
 
 def dense_pays(tokens: int, dtype: mx.Dtype) -> bool:

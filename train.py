@@ -397,8 +397,8 @@ class Run:
                 scale = mx.minimum(1.0, self.clip / (norm + 1e-6))
                 grads = tree_map(lambda g: g * scale, grads)
             self.optimizer.update(self.model, grads)
-            weights = [w for _, w in tree_flatten(self.model.trainable_parameters())]
-            return norm, mx.stack([mx.isfinite(w).all() for w in weights]).all()
+            weights = tree_flatten(self.model.trainable_parameters())
+            return norm, mx.isfinite(sum(w.sum() for _, w in weights))
 
         self.gradients, self.update = gradients, update
 
@@ -672,42 +672,41 @@ def train(
     --sample-tokens     show a reply of so many tokens before and after
     --config            YAML or JSON with any of these flags; those on the command line win
     """
-    settings = dict(locals())
-    check_settings(settings)
-    method = make_optimizer(settings)
-    rows = read_data(data)
-    root = prepare_folder(Path(adapter_path).expanduser())
-    source = find_resume(root, resume)
-    loaded, tokenizer, model_config = quant.load(model, dtype)
-    mx.random.seed(seed)
-    files = Checkpoints(root, model, model_config)
-    adapt(loaded, model_config, settings, source)
-    splits = {k: Examples(r, tokenizer, mask_prompt, max_seq_length) for k, r in rows.items()}
-    if len(splits["train"]) < batch_size:
-        raise UserError(
-            f"{data}: {len(splits['train'])} usable rows, fewer than --batch-size {batch_size}"
-        )
-    run = Run(loaded, method, grad_clip)
-    exact = resumable(settings, splits["train"])
+    fit(dict(locals()))
+
+
+def fit(s: dict) -> None:
+    """`train` with its flags as a dict: everything is checked and read before a step is taken."""
+    check_settings(s)
+    method, rows = make_optimizer(s), read_data(s["data"])
+    root = prepare_folder(Path(s["adapter_path"]).expanduser())
+    source = find_resume(root, s["resume"])
+    model, tokenizer, config = quant.load(s["model"], s["dtype"])
+    mx.random.seed(s["seed"])
+    adapt(model, config, s, source)
+    cut = s["mask_prompt"], s["max_seq_length"]
+    splits = {k: Examples(r, tokenizer, *cut) for k, r in rows.items()}
+    if (usable := len(splits["train"])) < s["batch_size"]:
+        few = f"{usable} usable rows, fewer than --batch-size {s['batch_size']}"
+        raise UserError(f"{s['data']}: {few}")
+    run, exact = Run(model, method, s["grad_clip"]), resumable(s, splits["train"])
     if source and source.is_dir():
         restore(run, source, exact)
         print(f"resuming from {source} at step {run.step}")
     elif source:
-        print(
-            f"starting from the weights of {source}; step, optimizer and data position begin anew"
-        )
-    describe(run, settings, splits)
-    loaded.checkpoint = grad_checkpoint
+        print(f"starting from the weights of {source}; step, optimizer and data begin anew")
+    describe(run, s, splits)
+    model.checkpoint = s["grad_checkpoint"]
     limit_memory()
-    loaded.train()
+    model.train()
     run.compile()
-    log = Log(root, iters, run.step)
-    prompt = sample_prompt(rows) if sample_tokens else None
+    files, log = Checkpoints(root, s["model"], config), Log(root, s["iters"], run.step)
+    prompt = sample_prompt(rows) if s["sample_tokens"] else None
     if prompt and run.step == 0:
-        show_sample("before", loaded, tokenizer, prompt, sample_tokens)
+        show_sample("before", model, tokenizer, prompt, s["sample_tokens"])
     stop = Stop()
     try:
-        loop(run, settings, splits, files, log, exact, stop)
+        loop(run, s, splits, files, log, exact, stop)
     finally:
         log.bar.close()
         stop.restore()
@@ -716,9 +715,9 @@ def train(
         print(f"stopped at step {run.step}, saved; --resume goes on from there")
         sys.exit(130)
     if prompt:
-        show_sample("after", loaded, tokenizer, prompt, sample_tokens)
-    if test and len(splits["test"]):
-        loss = run.evaluate(splits["test"], batch_size, -1)
+        show_sample("after", model, tokenizer, prompt, s["sample_tokens"])
+    if s["test"] and len(splits["test"]):
+        loss = run.evaluate(splits["test"], s["batch_size"], -1)
         print(f"test loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.3f}")
     print(f"wrote {root / 'adapters.safetensors'}")
 

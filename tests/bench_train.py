@@ -1,7 +1,7 @@
 """Training speed and peak memory of this suite and of mlx-lm on one model, side by side in one run.
 
     python tests/bench_train.py FOLDER                 FOLDER as made by tests/smollm.py
-    python tests/bench_train.py FOLDER --steps 8 --kinds dora,lora
+    python tests/bench_train.py FOLDER --steps 12 --kinds dora,lora
 
 Both train the same rows in the same order: batches of 2 x 128 tokens of docstrings, all linear
 layers, R = 8, float32, Adam, the prompt masked. The sides take turns in processes of their own, so
@@ -91,8 +91,8 @@ def side(folder: str, name: str, kind: str, steps: int) -> None:
     print(json.dumps({"losses": losses, "seconds": seconds, "peak": peak}))
 
 
-def bench(folder: str, steps: int = 6, kinds: str = "dora", rounds: int = 2) -> None:
-    """Runs both sides in turns, `rounds` times; the first two steps of a process warm up."""
+def bench(folder: str, steps: int = 10, kinds: str = "dora", rounds: int = 2) -> None:
+    """Runs both sides in turns, `rounds` times; the first four steps of a process warm up."""
     results, kinds = {}, kinds.split(",")
     for _ in range(rounds):
         for kind in kinds:
@@ -111,7 +111,7 @@ def bench(folder: str, steps: int = 6, kinds: str = "dora", rounds: int = 2) -> 
     print("|---|---|---|---|")
     median = {}
     for (kind, name), runs in results.items():
-        times = sorted(t for run in runs for t in run["seconds"][2:])
+        times = sorted(t for run in runs for t in run["seconds"][4:])
         middle = median[kind, name] = 256 / times[len(times) // 2]
         losses = runs[0]["losses"]
         print(

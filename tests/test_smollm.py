@@ -104,7 +104,7 @@ def test_benchmark_beats_mlx_lm(real):
 
     command = [sys.executable, ROOT / "tests" / "bench_train.py", real[0].parent]
     done = subprocess.run(
-        [*command, "--steps", "3", "--rounds", "1"], text=True, capture_output=True
+        [*command, "--steps", "5", "--rounds", "1"], text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     losses = [
