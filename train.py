@@ -568,7 +568,7 @@ class Log:
         temporary.replace(self.path)
         hidden = None if sys.stderr.isatty() else True
         self.bar = tqdm(total=iters, initial=step, disable=hidden, unit="step", dynamic_ncols=True)
-        self.iters, self.began, self.first = iters, time.perf_counter(), step
+        self.iters = iters
 
     def write(self, entry: dict, text: str) -> None:
         from tqdm import tqdm
@@ -578,6 +578,11 @@ class Log:
             file.write(json.dumps(entry) + "\n")
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+    def progress(self, loss: float, speed: float) -> None:
+        peak = mx.get_peak_memory() / 1e9
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s, peak {peak:.2f} GB")
+        self.bar.update()
 
     def train(self, step, loss, rate, seconds, steps, tokens, total) -> None:
         peak, left = mx.get_peak_memory() / 1e9, (self.iters - step) * seconds / steps
@@ -746,10 +751,7 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
             )
         loss, tokens, steps = loss + part, tokens + count, steps + 1
         seconds += time.perf_counter() - began
-        log.bar.update()
-        log.bar.set_postfix_str(
-            f"loss {part / count:.3f}, peak {mx.get_peak_memory() / 1e9:.2f} GB"
-        )
+        log.progress(part / count, tokens / seconds)
         if run.step % s["steps_per_report"] == 0 or run.step == s["iters"] or stop.asked:
             log.train(run.step, loss / tokens, rate, seconds, steps, tokens, run.tokens)
             loss = tokens = steps = seconds = 0
