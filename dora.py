@@ -207,12 +207,11 @@ def dense(packed: list[mx.array], how: tuple | None, dtype: mx.Dtype) -> mx.arra
 def unpack(weight: mx.array, scales: mx.array, biases: mx.array, bits: int) -> mx.array:
     """Affine dequantization from plain array operations, bit for bit mx.dequantize's in float32.
 
-    The CPU backend's own decodes one code at a time: 1.5 times slower at 4 bits, 2.6 at 8.
+    The CPU backend's own decodes one code at a time: twice as slow at 4 bits, 2.6 times at 8.
     """
-    if bits == 8:
-        codes = weight.view(mx.uint8)
-    else:
-        codes = (weight[..., None] >> mx.arange(0, 32, bits, dtype=mx.uint32)) & (2**bits - 1)
+    codes = weight.view(mx.uint8)
+    if bits == 4:
+        codes = mx.stack([codes & 15, codes >> 4], axis=-1)
     codes = codes.reshape(*scales.shape, -1)  # (O, I / group, group)
     return (codes * scales[..., None] + biases[..., None]).reshape(scales.shape[0], -1)
 

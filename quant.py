@@ -513,11 +513,17 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
 
 
-def silu(x: mx.array) -> mx.array:
-    """x / (1 + exp(-x)). The CPU backend's exp and sigmoid take three times as long as a power."""
+def exp(x: mx.array) -> mx.array:
+    """e^x, below 2^60. The CPU backend's exp takes nearly three times as long as a power."""
     if mx.default_device().type == mx.DeviceType.cpu and x.dtype == mx.float32:
-        exponent = mx.minimum(x * -math.log2(math.e), 60.0)  # beyond it the result is 0 anyway
-        return x / (1 + mx.power(2.0, exponent))
+        return mx.power(2.0, mx.minimum(x * math.log2(math.e), 60.0))
+    return mx.exp(x)
+
+
+def silu(x: mx.array) -> mx.array:
+    """x / (1 + e^-x); where `exp` stops growing the result is 0 to float32 anyway."""
+    if mx.default_device().type == mx.DeviceType.cpu and x.dtype == mx.float32:
+        return x / (1 + exp(-x))
     return nn.silu(x)
 
 

@@ -311,12 +311,14 @@ def head_product(how: tuple | None) -> Callable:
         for i in range(0, h.shape[0], chunk):
             t, w = targets[i : i + chunk, None], weights[i : i + chunk, None]
             logits = (h[i : i + chunk] @ W.T).astype(mx.float32)
-            p = mx.softmax(logits, axis=-1, precise=True)
-            # log of the sum of exponentials, from the probability of the likeliest token
-            lse = logits.max(axis=-1, keepdims=True) - mx.log(p.max(axis=-1, keepdims=True))
-            total = total + (w * (lse - mx.take_along_axis(logits, t, axis=-1))).sum()
-            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - 1, axis=-1)
-            grads.append((w * p).astype(h.dtype) @ W)
+            top = logits.max(axis=-1, keepdims=True)
+            p = quant.exp(logits - top)
+            mass = p.sum(axis=-1, keepdims=True)
+            losses = top + mx.log(mass) - mx.take_along_axis(logits, t, axis=-1)
+            total = total + (w * losses).sum()
+            p = p * (w / mass)
+            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - w, axis=-1)
+            grads.append(p.astype(h.dtype) @ W)
         return total, mx.concatenate(grads)
 
     @run.vjp
@@ -397,15 +399,12 @@ class Run:
                 scale = mx.minimum(1.0, self.clip / (norm + 1e-6))
                 grads = tree_map(lambda g: g * scale, grads)
             self.optimizer.update(self.model, grads)
-            weights = tree_flatten(self.model.trainable_parameters())
-            return norm, mx.isfinite(sum(w.sum() for _, w in weights))
+            return norm
 
         self.gradients, self.update = gradients, update
 
-    def advance(self, batches: list[tuple], rate: float) -> tuple[float, int, float, bool]:
-        """One update from micro-batches: (summed loss, trained tokens, gradient norm, whether all
-        weights are finite).
-        """
+    def advance(self, batches: list[tuple], rate: float) -> tuple[float, int, float]:
+        """One update from micro-batches: (summed loss, trained tokens, gradient norm)."""
         total, count, grads = mx.array(0.0), mx.array(0.0), None
         for tokens, places, weights in batches:
             loss, new = self.gradients(tokens, places, weights)
@@ -413,10 +412,15 @@ class Run:
             total, count = total + loss, count + weights.sum()
             mx.eval(total, count, grads)
         self.optimizer.learning_rate = mx.array(rate)
-        norm, finite = self.update(grads, count)
-        mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm, finite)
+        norm = self.update(grads, count)
+        mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm)
         self.step, self.tokens = self.step + 1, self.tokens + int(count.item())
-        return total.item(), int(count.item()), norm.item(), finite.item()
+        return total.item(), int(count.item()), norm.item()
+
+    def finite(self) -> bool:
+        """Whether every trained weight is a number."""
+        weights = tree_flatten(self.model.trainable_parameters())
+        return mx.stack([mx.isfinite(w).all() for _, w in weights]).all().item()
 
     def evaluate(self, examples: Examples, batch_size: int, batches: int) -> float:
         """Token-weighted mean loss over the first `batches` batches (-1: all), without dropout."""
@@ -740,7 +744,9 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
         rows = [next(batches) for _ in range(s["grad_accumulation_steps"])]
         rate = learning_rate(run.step, *schedule)
         built = [splits["train"].batch(r, s["batch_size"]) for r in rows]
-        part, count, norm, finite = run.advance(built, rate)
+        part, count, norm = run.advance(built, rate)
+        last = run.step == s["iters"] or stop.asked
+        finite = run.finite() if last or run.step % s["save_every"] == 0 else True
         if not (math.isfinite(part) and math.isfinite(norm) and finite):
             where = ", ".join(splits["train"].where[i] for r in rows for i in r)
             raise UserError(
@@ -752,7 +758,7 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
         loss, tokens, steps = loss + part, tokens + count, steps + 1
         seconds += time.perf_counter() - began
         log.progress(part / count, tokens / seconds)
-        if run.step % s["steps_per_report"] == 0 or run.step == s["iters"] or stop.asked:
+        if run.step % s["steps_per_report"] == 0 or last:
             log.train(run.step, loss / tokens, rate, seconds, steps, tokens, run.tokens)
             loss = tokens = steps = seconds = 0
         if run.step % s["steps_per_eval"] == 0 or run.step == s["iters"]:

@@ -746,14 +746,16 @@ def nothing_but_numbers(out: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("rate, step, reason", [(1e39, 1, "not finite"), (1e25, 2, "loss")])
+@pytest.mark.parametrize(
+    "rate, every, step, reason", [(1e39, 2, 1, "not finite"), (1e25, 10, 2, "loss")]
+)
 def test_weights_that_overflow_stop_the_run_and_are_not_saved(
-    tmp_path, dense, data, rate, step, reason
+    tmp_path, dense, data, rate, every, step, reason
 ):
     out = go(dense, data, tmp_path / "out", iters=1, save_every=1)
     done = out / "checkpoints" / "0000001"
     with pytest.raises(REFUSED, match=f"^step {step + 1}: .*{reason}") as caught:
-        go(dense, data, out, learning_rate=rate, save_every=10, iters=9, resume=True)
+        go(dense, data, out, learning_rate=rate, save_every=every, iters=9, resume=True)
     assert f"{data}/train.jsonl:" in str(caught.value)
     assert f"Last good checkpoint: {done}." in str(caught.value)
     assert nothing_but_numbers(out) and train.Checkpoints(out, "", {}).newest() == done
