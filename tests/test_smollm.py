@@ -97,7 +97,7 @@ def test_packed_fuse_keeps_what_was_learnt(real, trained, tmp_path):
     assert abs(loss - last) < 0.05
 
 
-def test_benchmark_beats_mlx_lm(real):
+def test_both_sides_of_the_benchmark_train_alike(real):
     """The command of README's table, shortened; timings are its business, not this test's."""
     import subprocess
     import sys
