@@ -263,28 +263,24 @@ def product(x: mx.array, packed: list[mx.array], how: tuple | None, a: mx.array)
 
 @mx.custom_function
 def rescale(u: mx.array, g: mx.array) -> mx.array:
-    """g (O,) ⊙ u (T, O) in u's dtype, formed in float32; so is the sum over tokens for g."""
+    """g (O,) ⊙ u (T, O) in u's dtype, formed in float32; so is the sum over tokens for g.
+
+    Backward needs the output, which the next layer keeps anyway, and not u: half the memory.
+    Where g is exactly 0 its gradient is taken to be 0.
+    """
     return (u * g).astype(u.dtype)
 
 
 @rescale.vjp
-def _rescale_vjp(primals, cotangent, _):
+def _rescale_vjp(primals, cotangent, out):
     u, g = primals
-    dg = (cotangent.astype(mx.float32) * u.astype(mx.float32)).sum(axis=0)
-    return (cotangent * g).astype(u.dtype), dg
+    return (cotangent * g).astype(u.dtype), quotient(column_dot(cotangent, out), g)
 
 
-@mx.custom_function
-def scaled_by(y: mx.array, m: mx.array) -> mx.array:
-    """y (T, O) as it is, m / n being part of it already; m's gradient is Σ c ⊙ y / m."""
-    return y
-
-
-@scaled_by.vjp
-def _scaled_by_vjp(primals, cotangent, _):
-    y, m = primals
-    dm = (cotangent.astype(mx.float32) * y.astype(mx.float32)).sum(axis=0) / m
-    return cotangent, mx.where(m == 0, 0, dm).astype(m.dtype)
+def quotient(a: mx.array, b: mx.array) -> mx.array:
+    """a / b, 0 where b is 0: what a row that is all zeros, or a zero magnitude, gets."""
+    zero = b == 0
+    return mx.where(zero, 0, a / mx.where(zero, 1, b))
 
 
 def square_norms(layer: nn.Module, chunk: int = 4096) -> mx.array:
@@ -297,6 +293,214 @@ def square_norms(layer: nn.Module, chunk: int = 4096) -> mx.array:
     return mx.concatenate(parts)
 
 
+# --- Kernels --------------------------------------------------------------------------------------
+
+KERNELS = os.environ.get("DORA_KERNELS", "1") != "0"  # the switch: 0 for plain MLX throughout
+C_MODES = {"affine": 0, "mxfp4": 1, "mxfp8": 1, "nvfp4": 2, None: 3}
+C_TYPES = {
+    "metal": {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"},
+    "cu": {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"},
+}
+
+
+@functools.cache
+def kernel_folder() -> Path | None:
+    """kernels/ beside this file, or where an installed wheel has it; None if it was not copied."""
+    folders = Path(__file__).with_name("kernels"), Path(sys.prefix, "share/mlx-dora/kernels")
+    return next((f for f in folders if f.is_dir()), None)
+
+
+def language() -> str | None:
+    """What the kernels for the default device are written in: "metal", "cu", or None."""
+    if not KERNELS or kernel_folder() is None or mx.default_device() != mx.gpu:
+        return None
+    return "metal" if mx.metal.is_available() else "cu"
+
+
+def kernels_take(layer: nn.Module) -> bool:
+    """Whether this device has kernels and they take a layer of this shape."""
+    (I, R), O = layer.lora_a.shape, layer.lora_b.shape[1]
+    return language() is not None and min(I, O) >= 8 and R <= 256
+
+
+def route(layer: nn.Module, tokens: int, dtype: mx.Dtype) -> str:
+    """Which way a layer's forward goes. This is the whole choice:
+
+    decode    one kernel for everything; evaluation of up to 8 tokens, on a GPU
+    adapted   a kernel writes the dense adapted weight, then one product with it; CUDA, training
+              and more tokens (on an H200 faster from 9 tokens on than the packed product)
+    product   x Wᵀ, then the low-rank part and the magnitude: all else, that is the CPU, Metal
+              beyond 8 tokens, dropout, and what `kernels_take` refuses
+
+    The norm comes from its kernel wherever there are kernels.
+    """
+    if not kernels_take(layer) or dtype not in C_TYPES["cu"]:
+        return "product"
+    if not layer.training and tokens <= 8 and layer.lora_b.shape[0] <= 64:
+        return "decode"
+    dropped = layer.training and layer.rate
+    return "adapted" if language() == "cu" and not dropped else "product"
+
+
+def text_of(name: str, lang: str) -> str:
+    """A kernel's text without comments and indentation: MLX copies and hashes it at every call."""
+    lines = (kernel_folder() / f"{name}.{lang}").read_text().splitlines()
+    return "\n".join(t for line in lines if (t := line.partition("//")[0].strip()))
+
+
+@functools.cache
+def kernel(
+    lang: str, name: str, how: tuple | None, dtype: mx.Dtype, inputs: str, output: str, **constants
+) -> Callable:
+    """kernels/<name>.<lang> for one packing, dtype and set of constants.
+
+    `inputs` are names in order; W stands for the weight and what comes with it. Constants are
+    text before the kernel, not template arguments, which MLX would parse at every call.
+    """
+    group, bits, mode = how or (16, 16, None)
+    constants |= {"GROUP": group, "BITS": bits, "MODE": C_MODES[mode]}
+    space = "constant constexpr" if lang == "metal" else "constexpr"
+    header = "".join(f"{space} int {k} = {v};\n" for k, v in constants.items())
+    header += f"using T = {C_TYPES[lang][dtype]};\n" + text_of("packed", lang)
+    held = ["weight", "scales", "biases"][: 1 if how is None else 3 if mode == "affine" else 2]
+    names = [n for word in inputs.split() for n in (held if word == "W" else [word])]
+    lacking = {"scales", "biases"} - set(held) if "W" in inputs else ()  # named, never read
+    source = "".join(f"auto {k} = weight;\n" for k in sorted(lacking)) + text_of(name, lang)
+    unique = "_".join([name, str(mode), str(dtype)[9:], *(f"{k}{v}" for k, v in constants.items())])
+    make = mx.fast.metal_kernel if lang == "metal" else mx.fast.cuda_kernel
+    return make(
+        name=unique.lower(),
+        input_names=names,
+        output_names=[output],
+        source=source,
+        header=header,
+    )
+
+
+def rows_kernel(name: str, inputs: str, output: str, packed, how, arrays, shape, dtype) -> mx.array:
+    """A kernel that takes whole rows of the weight; see the headers of norm and adapted."""
+    (R, O), lang = arrays[1].shape, language()
+    tile = 8 if lang == "cu" else 4
+    sets, strips = (2, 4) if O >= 2048 else (1, 8)
+    constants = {"R": R, "TILE": tile, "SETS": sets, "STRIPS": strips}
+    run = kernel(lang, name, how, dtype, inputs, output, **constants)
+    return run(
+        inputs=[*packed, *arrays],
+        output_shapes=[shape],
+        output_dtypes=[dtype],
+        grid=(-(-O // (tile * sets)) * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+    )[0]
+
+
+def norm_kernel(packed, how: tuple | None, A: mx.array, sB: mx.array) -> mx.array:
+    """‖W_o + sBᵀ_o Aᵀ‖₂ (O,) in float32, A (I, R), sB (R, O) float32; no gradient."""
+    return rows_kernel("norm", "W a b", "n", packed, how, [A.T, sB], sB.shape[1:], mx.float32)
+
+
+def adapted_kernel(packed, how, A: mx.array, sB: mx.array, g: mx.array, dtype) -> mx.array:
+    """g ⊙ (W + sBᵀAᵀ) (O, I), dense in `dtype`."""
+    shape = sB.shape[1], A.shape[0]
+    return rows_kernel("adapted", "W a b g", "out", packed, how, [A.T, sB, g], shape, dtype)
+
+
+def column_dot(c: mx.array, y: mx.array) -> mx.array:
+    """Σ_t c ⊙ y (O,) of two (T, O), in float32."""
+    (L, O), lang = c.shape, language()
+    if lang is None or min(L, O) < 8 or c.dtype != y.dtype or c.dtype not in C_TYPES[lang]:
+        return (c.astype(mx.float32) * y.astype(mx.float32)).sum(axis=0)
+    chunks = -(-L // 128)
+    run = kernel(lang, "column_dot", None, c.dtype, "c y", "p", TOKENS=128, R=1)
+    (p,) = run(
+        inputs=[c, y],
+        output_shapes=[(chunks, O)],
+        output_dtypes=[mx.float32],
+        grid=(-(-O // 256) * 256, chunks, 1),
+        threadgroup=(256, 1, 1),
+    )
+    return p.sum(axis=0)
+
+
+@functools.cache
+def adapted_product(how: tuple | None, kind: str) -> Callable:
+    """`f(x (T, I), A, sB, m, n, weight, ...) -> out (T, O)` through one dense adapted weight.
+
+    With W' = g ⊙ (W + sBᵀAᵀ) and g = m / n, or 1 for LoRA, which has no m and n:  out = x W'ᵀ,
+    dx = c W',  dA = xᵀ (c (g sB)ᵀ),  dsB = g ⊙ (hᵀ c) for h = x A,  dm = Σ_t c ⊙ out / m. No pass
+    over (T, O) beside the products. Backward writes W' again, from arrays that depend on the
+    cotangent (see `transient_product`).
+    """
+    magnitude = 2 if kind == "dora" else 0
+
+    def weight(x, A, sB, *rest):
+        g = quotient(*rest[:2]) if magnitude else mx.ones(sB.shape[1:])
+        return adapted_kernel(rest[magnitude:], how, A, sB, g, x.dtype), g
+
+    @mx.custom_function
+    def product(x, *rest):
+        return x @ weight(x, *rest)[0].T
+
+    @product.vjp
+    def product_vjp(primals, c, out):
+        x, A, sB, *rest = primals
+        W, g = weight(x, A, sB, *rest[:magnitude], *mx.depends(rest[magnitude:], [c]))
+        dA = (x.T @ (c @ (sB * g).T.astype(c.dtype))).astype(A.dtype)
+        dsB = ((x @ A.astype(x.dtype)).T @ c).astype(mx.float32) * g
+        frozen = [mx.zeros_like(r) for r in rest]
+        if magnitude:
+            frozen[0] = quotient(column_dot(c, out), rest[0])
+        return c @ W, dA, dsB, *frozen
+
+    return product
+
+
+@functools.cache
+def decode_product(
+    lang: str, how: tuple | None, kind: str, dtype: mx.Dtype, shape: tuple, R: int
+) -> Callable:
+    """`f(a, b (R + 2, O), A, sB, m, n, weight, ..., x (..., I)) -> out of `shape` (..., O)`.
+
+    Forward is kernels/decode: a is A in x's dtype, transposed (R, I) for CUDA, where the kernel
+    computes x A; b holds the rows g sB, g and bias. Backward is that of the plain operations.
+    Sequences of one token, that is generating, have none: being differentiable would cost them
+    more time than the kernel.
+    """
+    N, O = math.prod(shape[:-1]), shape[-1]
+    rows, first = 4 if N > 4 else 2, 6 if kind == "dora" else 4  # where the weight begins
+    constants = {"R": R, "N": N, "ROWS": rows, "WARPS": 8, "UNROLL": 4 if N <= 2 else 1}
+    names = "x W a b" if lang == "cu" else "x W h b"
+    run = kernel(lang, "decode", how, dtype, names, "out", **constants)
+    launch = {"grid": (-(-O // (8 * rows)) * 256, 1, 1), "threadgroup": (256, 1, 1)}
+    launch |= {"output_shapes": [shape], "output_dtypes": [dtype]}
+
+    def decode(a, b, *rest):
+        x = rest[-1]
+        a = a if lang == "cu" else x @ a
+        return run(inputs=[x, *rest[first - 2 : -1], a, b], **launch)[0]
+
+    if shape[-2:-1] in ((), (1,)):
+        return decode
+    decode = mx.custom_function(decode)
+
+    @decode.vjp
+    def decode_vjp(primals, c, _):
+        (*adapter, x), packed = (*primals[2:first], primals[-1]), primals[first:-1]
+        x, c = x.reshape(-1, x.shape[-1]), c.reshape(N, O)
+        _, (dx, *d) = mx.vjp(lambda *p: plain_product(how, kind, *p, *packed), [x, *adapter], [c])
+        zeros = [mx.zeros_like(p) for p in (*primals[:2], *packed)]
+        return *zeros[:2], *d, *zeros[2:], dx.reshape(primals[-1].shape)
+
+    return decode
+
+
+def plain_product(how: tuple | None, kind: str, x, A, sB, *rest) -> mx.array:
+    """What `adapted_product` computes, from plain operations; n is taken as given."""
+    packed = list(rest[2:] if kind == "dora" else rest)
+    y = product(x, packed, how, mx.stop_gradient(A))[0]
+    y = mx.addmm(y, x @ A.astype(x.dtype), sB.astype(x.dtype))
+    return rescale(y, quotient(*rest[:2])) if kind == "dora" else y
+
+
 # --- The layer ------------------------------------------------------------------------------------
 
 
@@ -305,16 +509,15 @@ class AdaptedLinear(nn.Module):
 
     x (..., I) -> (..., O) in x's dtype; everything float32 stays inside. Parameter names and
     shapes are mlx-lm's: lora_a (I, R), lora_b (R, O), m (O,), all float32; the frozen layer is
-    `linear`. Magnitude and norm belong to outputs: `m` has one entry per row of W (O, I).
+    `linear`. Magnitude and norm belong to outputs: `m` has one entry per row of W (O, I). A row
+    whose norm is 0 outputs 0; a magnitude of exactly 0 gets no gradient.
 
     Dropout acts on the input of the low-rank branch only, in training only, for dense and packed
     alike; the norm is of the undropped weight, and m's gradient is that of the masked output.
 
-    In evaluation m/n is constant: it is computed once and folded into the packed scales and biases
-    (affine) or kept as an output scale (other modes, dense, and half-precision scales of more than
-    4 bits, where rounding them once more would double the error, see `check`). The cache is
-    dropped when training resumes and is not used once any of the arrays it came from has been
-    replaced.
+    In evaluation n is constant: it is computed once, and what the kernel for few tokens reads is
+    prepared once. These are dropped when training resumes and not used once any of the arrays they
+    came from has been replaced. `route` chooses how the product is computed.
     """
 
     def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: float, kind: str):
@@ -343,59 +546,70 @@ class AdaptedLinear(nn.Module):
         if name != "_training":
             self._drop_cache()
 
-    def norm(self, wa: mx.array) -> mx.array:
-        """n (O,) = ‖W_o + s Bᵀ_o Aᵀ‖₂ from aᵀWᵀ (R, O), factored, float32, without gradient.
+    def norm(self, wa: mx.array | None = None) -> mx.array:
+        """n (O,) = ‖W_o + s Bᵀ_o Aᵀ‖₂, float32, without gradient.
 
-        n² = ‖W_o‖² + 2s Σ_k (WA)_ok B_ko + s² Σ_kl B_ko (AᵀA)_kl B_lo. It cancels where sBᵀAᵀ is
+        By the kernel where there is one, else factored, from aᵀWᵀ (R, O):
+        n² = ‖W_o‖² + 2s Σ_k (WA)_ok B_ko + s² Σ_kl B_ko (AᵀA)_kl B_lo. That cancels where sBᵀAᵀ is
         near -W; float32 has nothing to say below 1e-6 of the terms, so it is kept from falling
         below that.
         """
-        A, B, s = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b), self.scale
-        low_rank = (B * ((A.T @ A) @ B)).sum(axis=0) * s**2
-        total = self._square + 2 * s * (mx.stop_gradient(wa) * B).sum(axis=0) + low_rank
-        return mx.sqrt(mx.maximum(total, 1e-6 * (self._square + low_rank) + 1e-30))
-
-    def gain(self, wa: mx.array) -> mx.array:
-        """g (O,) = m / n."""
-        return self.m / self.norm(wa)
+        A, sB = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b) * self.scale
+        packed, how = tensors(self.linear), packing(self.linear)
+        if kernels_take(self):
+            return norm_kernel([mx.stop_gradient(p) for p in packed], how, A, sB)
+        if wa is None:
+            _, wa = product(mx.zeros((1, A.shape[0])), packed, how, A)
+        low_rank = (sB * ((A.T @ A) @ sB)).sum(axis=0)
+        total = self._square + 2 * (mx.stop_gradient(wa) * sB).sum(axis=0) + low_rank
+        return mx.sqrt(mx.maximum(total, 1e-6 * (self._square + low_rank)))
 
     def __call__(self, x: mx.array) -> mx.array:
+        fixed = {} if self.training else self._constants()
+        if decode := fixed and fixed.get((x.shape, x.dtype)):
+            return decode(x)
+        way = route(self, x.size // x.shape[-1], x.dtype)
+        if way == "decode":
+            fixed[x.shape, x.dtype] = decode = self._decoder(x.shape, x.dtype, fixed)
+            return decode(x)
         shape, x = x.shape, x.reshape(-1, x.shape[-1])  # (T, I)
-        if self.training:
-            packed, A, B, g = tensors(self.linear), self.lora_a, self.lora_b * self.scale, None
+        A, sB, how = self.lora_a, self.lora_b * self.scale, packing(self.linear)
+        packed, magnitude = tensors(self.linear), []
+        if way == "product":
+            y, wa = product(x, packed, how, mx.stop_gradient(A))
+            y = mx.addmm(y, self.dropout(x) @ A.astype(x.dtype), sB.astype(x.dtype))
+            if self.kind == "dora":
+                y = rescale(y, quotient(self.m, fixed["n"] if fixed else self.norm(wa)))
         else:
-            packed, A, B, g = self._folded(x.dtype)
-        y, wa = product(x, packed, packing(self.linear), mx.stop_gradient(A))
-        if self.training and self.kind == "dora":
-            g = self.gain(wa)
-        y = mx.addmm(y, self.dropout(x) @ A.astype(x.dtype), B.astype(x.dtype))
-        if g is not None:
-            y = rescale(y, g)
-        elif self.kind == "dora":
-            y = scaled_by(y, self.m)
+            if self.kind == "dora":
+                magnitude = [self.m, fixed["n"] if fixed else self.norm()]
+            y = adapted_product(how, self.kind)(x, A, sB, *magnitude, *packed)
         if "bias" in self.linear:
             y = y + self.linear.bias.astype(y.dtype)
         return y.reshape(*shape[:-1], -1)
 
-    def _folded(self, dtype: mx.Dtype) -> tuple:
-        """(packed, A, s B, g) for evaluation; g folded into scales, biases and B if it can be."""
-        source = [*tensors(self.linear), *(self[k] for k in LEAVES if k in self)]
-        if self._cache:
-            old, how, folded = self._cache
-            if how == (self.scale, dtype) and all(map(operator.is_, source, old)):
-                return folded
-        packed, how, g = tensors(self.linear), packing(self.linear), None
-        A, B = self.lora_a.astype(dtype), self.lora_b * self.scale
+    def _constants(self) -> dict:
+        """What evaluation computes once: n, and, by (shape, dtype) of x, `_decoder`."""
+        source = [*self.linear.values(), self.lora_a, self.lora_b, self.get("m"), self.scale]
+        if self._cache and all(map(operator.is_, source, self._cache[0])):
+            return self._cache[1]
+        fixed = {"n": self.norm()} if self.kind == "dora" else {}
+        object.__setattr__(self, "_cache", (source, fixed))
+        return fixed
+
+    def _decoder(self, shape: tuple, dtype: mx.Dtype, fixed: dict) -> Callable:
+        """x of this shape -> (..., O) by the kernel for few tokens, bias included."""
+        (R, O), packed, linear = self.lora_b.shape, tensors(self.linear), self.linear
+        sB, magnitude, g = self.lora_b * self.scale, [], mx.ones((O,))
         if self.kind == "dora":
-            _, wa = product(mx.zeros((1, A.shape[0])), packed, how, self.lora_a)
-            g = self.gain(wa)
-            if how and how[2] == "affine" and (how[1] <= 4 or packed[1].dtype == mx.float32):
-                g = mx.stop_gradient(g)  # m's gradient comes by way of `scaled_by`
-                wide = [(p.astype(mx.float32) * g[:, None]).astype(p.dtype) for p in packed[1:]]
-                packed, B, g = [packed[0], *wide], B * g, None
-        folded = (packed, A, B.astype(dtype), g)
-        object.__setattr__(self, "_cache", (source, (self.scale, dtype), folded))
-        return folded
+            magnitude = [self.m, fixed["n"]]
+            g = quotient(*magnitude)
+        bias = linear.bias.astype(mx.float32) if "bias" in linear else mx.zeros((O,))
+        b = mx.concatenate([sB * g, g[None], bias[None]])
+        a = self.lora_a.astype(dtype)
+        a = mx.contiguous(a.T) if language() == "cu" else a
+        run = decode_product(language(), packing(linear), self.kind, dtype, (*shape[:-1], O), R)
+        return functools.partial(run, a, b, self.lora_a, sB, *magnitude, *packed)
 
     def fused_weight(self) -> mx.array:
         """g ⊙ (W + s BᵀAᵀ) (O, I) in float32, with the norm of the very rows it scales."""
