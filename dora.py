@@ -17,10 +17,16 @@ apart:
     out = (m / n) ⊙ y + bias                    m (O,), at first ‖W_o‖: a fresh layer is a no-op
 
 What the textbook does on a packed W: dequantize it, build W + s(AB)ᵀ, norm its rows, on every
-forward, and keep both dense matrices for backward. What this file does: one dense copy for the
-moment of a product, or none where the packed product is faster; the norm from that product
-(`AdaptedLinear.norm`) in O·R operations; a backward that keeps no dense matrix; and in evaluation
-one packed product and a rank-R one, g folded away.
+forward, and keep both dense matrices for backward. What this file does is chosen by `route`:
+
+- CUDA, training: one kernel norms the rows (kernels/norm), one writes g ⊙ (W + sBᵀAᵀ) densely for
+  the moment of a product (kernels/adapted), forward and again backward. Nothing else of size
+  (O, I) or (T, O) is made; m's gradient comes from the output (kernels/column_dot).
+- GPUs, generating: one kernel per layer (kernels/decode).
+- Otherwise x Wᵀ by one dense copy for the moment of a product or by the packed product, whichever
+  is faster, then the low-rank part and g; without kernels the norm comes from O·R operations.
+
+DORA_KERNELS=0 in the environment switches the kernels off.
 
     python dora.py info adapters/adapters.safetensors
     python dora.py check                        every packing against float64 on this device
@@ -51,7 +57,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 KINDS = ("dora", "lora")
 LEAVES = ("lora_a", "lora_b", "m")
 FORMAT, VERSION = "mlx-dora adapter", 1
-QUANTITIES = ("out", "dx", "da", "db", "dm", "eval")
+QUANTITIES = ("out", "dx", "da", "db", "dm", "eval", "norm")
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -326,9 +332,9 @@ def kernels_take(layer: nn.Module) -> bool:
 def route(layer: nn.Module, tokens: int, dtype: mx.Dtype) -> str:
     """Which way a layer's forward goes. This is the whole choice:
 
-    decode    one kernel for everything; evaluation of up to 8 tokens, on a GPU
+    decode    one kernel for everything; evaluation of few tokens on a GPU: 8, CUDA 4
     adapted   a kernel writes the dense adapted weight, then one product with it; CUDA, training
-              and more tokens (on an H200 faster from 9 tokens on than the packed product)
+              and more tokens (H200, 4096 x 4096, 8 tokens: 32 us, by decode 52, packed 56)
     product   x Wᵀ, then the low-rank part and the magnitude: all else, that is the CPU, Metal
               beyond 8 tokens, dropout, and what `kernels_take` refuses
 
@@ -336,7 +342,8 @@ def route(layer: nn.Module, tokens: int, dtype: mx.Dtype) -> str:
     """
     if not kernels_take(layer) or dtype not in C_TYPES["cu"]:
         return "product"
-    if not layer.training and tokens <= 8 and layer.lora_b.shape[0] <= 64:
+    few = 4 if language() == "cu" else 8
+    if not layer.training and tokens <= few and layer.lora_b.shape[0] <= 64:
         return "decode"
     dropped = layer.training and layer.rate
     return "adapted" if language() == "cu" and not dropped else "product"
@@ -455,40 +462,47 @@ def adapted_product(how: tuple | None, kind: str) -> Callable:
 
 
 @functools.cache
-def decode_product(
-    lang: str, how: tuple | None, kind: str, dtype: mx.Dtype, shape: tuple, R: int
-) -> Callable:
-    """`f(a, b (R + 2, O), A, sB, m, n, weight, ..., x (..., I)) -> out of `shape` (..., O)`.
+def decode_kernel(lang: str, how: tuple | None, dtype: mx.Dtype, shape: tuple, R: int) -> Callable:
+    """`f(x (..., I), a, b (R + 2, O), weight, ...) -> out of `shape` (..., O)`, see kernels/decode.
 
-    Forward is kernels/decode: a is A in x's dtype, transposed (R, I) for CUDA, where the kernel
-    computes x A; b holds the rows g sB, g and bias. Backward is that of the plain operations.
-    Sequences of one token, that is generating, have none: being differentiable would cost them
-    more time than the kernel.
+    a is A in x's dtype, transposed (R, I) for CUDA, where the kernel computes x A; b holds the
+    rows g sB, g and bias. No gradient: to be differentiable would cost a token more time than the
+    kernel takes.
     """
     N, O = math.prod(shape[:-1]), shape[-1]
-    rows, first = 4 if N > 4 else 2, 6 if kind == "dora" else 4  # where the weight begins
-    constants = {"R": R, "N": N, "ROWS": rows, "WARPS": 8, "UNROLL": 4 if N <= 2 else 1}
-    names = "x W a b" if lang == "cu" else "x W h b"
-    run = kernel(lang, "decode", how, dtype, names, "out", **constants)
-    launch = {"grid": (-(-O // (8 * rows)) * 256, 1, 1), "threadgroup": (256, 1, 1)}
+    inside = lang == "cu"
+    warps, rows, unroll = 8, 4 if N > 4 else 2, 2
+    if inside and N == 1:  # measured on an H200
+        warps, rows, unroll = (16, 1, 8) if O < 8192 else (8, 4, 2)
+    constants = {"R": R, "N": N, "ROWS": rows, "WARPS": warps, "UNROLL": unroll}
+    run = kernel(lang, "decode", how, dtype, f"x W {'a' if inside else 'h'} b", "out", **constants)
+    threads = 32 * warps
+    launch = {"grid": (-(-O // (warps * rows)) * threads, 1, 1), "threadgroup": (threads, 1, 1)}
     launch |= {"output_shapes": [shape], "output_dtypes": [dtype]}
 
-    def decode(a, b, *rest):
-        x = rest[-1]
-        a = a if lang == "cu" else x @ a
-        return run(inputs=[x, *rest[first - 2 : -1], a, b], **launch)[0]
+    def decode(x, a, b, *packed):
+        return run(inputs=[x, *packed, a if inside else x @ a, b], **launch)[0]
 
-    if shape[-2:-1] in ((), (1,)):
-        return decode
-    decode = mx.custom_function(decode)
+    return mx.compile(decode) if inside else decode  # to call it again costs half as much
+
+
+@functools.cache
+def decode_product(run: Callable, how: tuple | None, kind: str) -> Callable:
+    """`f(x, a, b, A, sB, m, n, weight, ...)`: `decode_kernel`, the gradient by plain operations."""
+    weight = 7 if kind == "dora" else 5  # where it begins
+
+    @mx.custom_function
+    def decode(x, a, b, *rest):
+        return run(x, a, b, *rest[weight - 3 :])
 
     @decode.vjp
     def decode_vjp(primals, c, _):
-        (*adapter, x), packed = (*primals[2:first], primals[-1]), primals[first:-1]
-        x, c = x.reshape(-1, x.shape[-1]), c.reshape(N, O)
-        _, (dx, *d) = mx.vjp(lambda *p: plain_product(how, kind, *p, *packed), [x, *adapter], [c])
-        zeros = [mx.zeros_like(p) for p in (*primals[:2], *packed)]
-        return *zeros[:2], *d, *zeros[2:], dx.reshape(primals[-1].shape)
+        x, a, b, *adapter = primals[:weight]
+        packed, (x2, c2) = primals[weight:], (t.reshape(-1, t.shape[-1]) for t in (x, c))
+        plain = functools.partial(plain_product, how, kind)
+        _, (dx, *d) = mx.vjp(lambda *p: plain(*p, *packed), [x2, *adapter], [c2])
+        zeros = [mx.zeros_like(p) for p in (a, b, *packed)]
+        return dx.reshape(x.shape), *zeros[:2], *d, *zeros[2:]
 
     return decode
 
@@ -565,7 +579,7 @@ class AdaptedLinear(nn.Module):
         return mx.sqrt(mx.maximum(total, 1e-6 * (self._square + low_rank)))
 
     def __call__(self, x: mx.array) -> mx.array:
-        fixed = {} if self.training else self._constants()
+        fixed = {} if self._training else self._constants()
         if decode := fixed and fixed.get((x.shape, x.dtype)):
             return decode(x)
         way = route(self, x.size // x.shape[-1], x.dtype)
@@ -590,16 +604,21 @@ class AdaptedLinear(nn.Module):
 
     def _constants(self) -> dict:
         """What evaluation computes once: n, and, by (shape, dtype) of x, `_decoder`."""
-        source = [*self.linear.values(), self.lora_a, self.lora_b, self.get("m"), self.scale]
+        source = [*self.values(), *self["linear"].values()]
         if self._cache and all(map(operator.is_, source, self._cache[0])):
             return self._cache[1]
-        fixed = {"n": self.norm()} if self.kind == "dora" else {}
+        fixed = {"n": self.norm() if self.kind == "dora" else None}
         object.__setattr__(self, "_cache", (source, fixed))
         return fixed
 
     def _decoder(self, shape: tuple, dtype: mx.Dtype, fixed: dict) -> Callable:
         """x of this shape -> (..., O) by the kernel for few tokens, bias included."""
-        (R, O), packed, linear = self.lora_b.shape, tensors(self.linear), self.linear
+        (R, O), packed, linear, lang = (
+            self.lora_b.shape,
+            tensors(self.linear),
+            self.linear,
+            language(),
+        )
         sB, magnitude, g = self.lora_b * self.scale, [], mx.ones((O,))
         if self.kind == "dora":
             magnitude = [self.m, fixed["n"]]
@@ -607,9 +626,13 @@ class AdaptedLinear(nn.Module):
         bias = linear.bias.astype(mx.float32) if "bias" in linear else mx.zeros((O,))
         b = mx.concatenate([sB * g, g[None], bias[None]])
         a = self.lora_a.astype(dtype)
-        a = mx.contiguous(a.T) if language() == "cu" else a
-        run = decode_product(language(), packing(linear), self.kind, dtype, (*shape[:-1], O), R)
-        return functools.partial(run, a, b, self.lora_a, sB, *magnitude, *packed)
+        a = mx.contiguous(a.T) if lang == "cu" else a
+        how = packing(linear)
+        run = decode_kernel(lang, how, dtype, (*shape[:-1], O), R)
+        if shape[-2:-1] in ((), (1,)):
+            return lambda x: run(x, a, b, *packed)
+        differentiable, A = decode_product(run, how, self.kind), self.lora_a
+        return lambda x: differentiable(x, a, b, A, sB, *magnitude, *packed)
 
     def fused_weight(self) -> mx.array:
         """g ⊙ (W + s BᵀAᵀ) (O, I) in float32, with the norm of the very rows it scales."""
@@ -1056,7 +1079,7 @@ def reference(x, W, A, B, m, s, cotangent) -> dict[str, np.ndarray]:
     n = np.linalg.norm(adapted, axis=1)
     u, du = x @ adapted.T, c * (m / n)
     grads = {"dx": du @ adapted, "da": s * x.T @ (du @ B.T), "db": s * (x @ A).T @ du}
-    return {"out": u * (m / n), **grads, "dm": (c * u).sum(0) / n}
+    return {"out": u * (m / n), **grads, "dm": (c * u).sum(0) / n, "norm": n}
 
 
 def naive(x, W, A, B, m, s):
@@ -1066,10 +1089,10 @@ def naive(x, W, A, B, m, s):
     return (m / n) * (x @ W.T + s * ((x @ A) @ B))
 
 
-def check_case(
-    how: tuple | None, dtype: mx.Dtype, tokens: int, O=384, I=512, R=16
-) -> dict[str, tuple]:
-    """{quantity: (error of the layer, of `naive`)} against float64, relative in the 2-norm."""
+def check_case(how: tuple | None, dtype: mx.Dtype, tokens: int, R: int, O=387, I=640) -> tuple:
+    """(routes in training and evaluation, {quantity: (error of the layer, of `naive`)}); errors
+    against float64, relative in the 2-norm. Sizes are off every kernel's tile.
+    """
     linear = nn.Linear(I, O, bias=False)
     linear.weight = (mx.random.normal((O, I)) / 16).astype(dtype)
     linear = nn.QuantizedLinear.from_linear(linear, *how) if how else linear
@@ -1091,112 +1114,155 @@ def check_case(
         (out,), grads = mx.vjp(f, primals, [cotangent])
         found.append(dict(zip(("out", "dx", "da", "db", "dm"), [out, *grads], strict=True)))
     layer.update(dict(zip(("lora_a", "lora_b", "m"), primals[1:], strict=True)))
+    routes = [route(layer, tokens, dtype)]
     layer.eval()
+    routes.append(route(layer, tokens, dtype))
     found[0]["eval"], found[1]["eval"], exact["eval"] = layer(x), found[1]["out"], exact["out"]
+    found[0]["norm"] = layer.norm()
+    found[1]["norm"] = mx.linalg.norm(W + 2.0 * (layer.lora_a @ layer.lora_b).T, axis=1)
 
     def error(got, want):
         got = np.array(got.astype(mx.float32), np.float64)
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
-    return {k: (error(found[0][k], want), error(found[1][k], want)) for k, want in exact.items()}
+    return routes, {k: (error(found[0][k], v), error(found[1][k], v)) for k, v in exact.items()}
 
 
-def check(seed: int = 0) -> None:
+def cancelled_norm(R: int = 8, O: int = 64, I: int = 512) -> tuple[float, float]:
+    """Errors of `norm` and of the dense float32 norm where sBᵀAᵀ = -W but for one part in 10⁴."""
+    linear = nn.Linear(I, O, bias=False)
+    A, B = mx.random.normal((I, R)), mx.random.normal((R, O))
+    linear.weight = -2.0 * (A @ B).T + mx.random.normal((O, I)) * 1e-4
+    layer = AdaptedLinear(linear, R, 2.0, 0.0, "dora")
+    layer.lora_a, layer.lora_b = A, B
+    W, A64, B64 = (np.array(t, np.float64) for t in (linear.weight, A, B))
+    exact = np.linalg.norm(W + 2.0 * (A64 @ B64).T, axis=1)
+    plain = mx.linalg.norm(linear.weight + 2.0 * (B.T @ A.T), axis=1)
+    return tuple(float(np.abs(np.array(n) / exact - 1).max()) for n in (layer.norm(), plain))
+
+
+def check(only: str = "*", seed: int = 0) -> None:
     """Every packing, dtype and path on this device against float64; exit 1 if one fails.
 
-    A figure is the relative error in the 2-norm; it may be twice that of the textbook layer in the
-    same dtype, and 1e-6 more in float32, where both are down to the order of summation. `eval` is
-    the cached path, packed scales folded.
+    `only` is a glob over the names of the packings, such as "affine 4b*": on CUDA the first run
+    compiles for some seconds each. A figure is the relative error in the 2-norm; it may be twice
+    that of the textbook layer in the same dtype, and 3e-6 more in float32 and for the norm, where
+    both are down to the order of summation. `path` is `route`'s choice in training and evaluation;
+    DORA_KERNELS=0 checks the paths without kernels.
     """
     mx.random.seed(seed)
     affine = [(g, b, "affine") for b in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128)]
     modes = [None, *affine, (32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
-    print(f"{'packing':<16}{'dtype':<10}{'tokens':>6}  " + "".join(f"{k:>18}" for k in QUANTITIES))
-    failed = 0
-    for how in modes:
-        for dtype in (mx.float32, mx.bfloat16, mx.float16):
-            for tokens in (3, 256):
-                errors, row = check_case(how, dtype, tokens), ""
-                floor = 1e-6 if dtype == mx.float32 else 0
+    kernels = {"cu": "CUDA", "metal": "Metal", None: "none"}[language()]
+    print(f"{mx.default_device()}, mlx {mx.__version__}, kernels: {kernels}")
+    heads = "".join(f"{k:>18}" for k in QUANTITIES)
+    print(f"{'packing':<16}{'dtype':<9}{'tokens':>6}{'R':>4}  {'path':<17}{heads}")
+    failed, ranks = 0, (1, 8, 13, 64)
+    for i, how in enumerate(modes):
+        name = "dense" if how is None else f"{how[2]} {how[1]}b g{how[0]}"
+        if not fnmatchcase(name, only):
+            continue
+        for j, dtype in enumerate((mx.float32, mx.bfloat16, mx.float16)):
+            R = ranks[(i + j) % 4]
+            for tokens in (4, 256) if R == 1 else (1, 4, 256):  # of rank 1 dA would be one number
+                routes, errors = check_case(how, dtype, tokens, R)
+                row = ""
                 for key in QUANTITIES:
                     ours, theirs = errors[key]
+                    floor = 3e-6 if dtype == mx.float32 or key == "norm" else 0
                     bad = not ours <= 2 * theirs + floor
                     failed += bad
                     row += f"{ours:>9.1e}/{theirs:.1e}{'!' if bad else ' '}"
-                name = "dense" if how is None else f"{how[2]} {how[1]}b g{how[0]}"
-                print(f"{name:<16}{str(dtype)[9:]:<10}{tokens:>6}  {row}")
-    print(f"{failed} failed, error of the layer / of the textbook layer, {mx.default_device()}")
+                path = "/".join(routes)
+                print(
+                    f"{name:<16}{str(dtype)[9:]:<9}{tokens:>6}{R:>4}  {path:<17}{row}", flush=True
+                )
+    ours, theirs = cancelled_norm()
+    bad = language() is not None and not ours <= 2 * theirs + 1e-6
+    said = "!" if bad else "" if language() else "  (the factored norm, which cannot do better)"
+    print(f"norm where the adapter cancels the weight {ours:.1e}/{theirs:.1e}{said}")
+    failed += bad
+    print(f"{failed} failed; error of the layer / of the textbook layer")
     sys.exit(1 if failed else 0)
 
 
-def bench(
-    rows: int = 4096, columns: int = 4096, rank: int = 8, bits: int = 4, dtype: str = "bfloat16"
-) -> None:
-    """Times one packed layer: base, this DoRA, the textbook's; forward, forward + backward.
+QWEN3_8B = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 2, (4096, 12288): 1}  # (O, I): count
 
-    Median of 9 after 3 to warm up, compiled; in turns, so that a busy machine slows all alike.
+
+def bench(rank: int = 8, bits: int = 4, dtype: str = "bfloat16", tokens: int = 4096) -> None:
+    """Times the linear layers of a Qwen3-8B block: base, DoRA here and, if installed, mlx-lm's.
+
+    Milliseconds for the seven layers together, group size 64. Evaluation of 1 and of 8 tokens and
+    the row norms alone: twenty calls in one graph, as layers follow each other in a model.
+    Training: forward and backward of `tokens` tokens, compiled. Medians of 9 after 3 to warm up,
+    in turns, so that a busy machine slows all alike.
     """
     kind = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype)
     if kind is None:
         raise UserError(f"--dtype: got {dtype!r}, wanted float32, float16 or bfloat16")
-    linear = nn.Linear(columns, rows, bias=False)
-    linear.weight = (linear.weight).astype(kind)
-    how = (64, bits, "affine")
-    layer = AdaptedLinear(nn.QuantizedLinear.from_linear(linear, *how), rank, 20.0, 0.0, "dora")
-    packed = tensors(layer.linear)
-
-    def textbook(x, A, B, m):
-        return naive(x, dense(packed, how, x.dtype), A, B, m, 20.0)
-
-    def ours(x, A, B, m):
-        layer.update({"lora_a": A, "lora_b": B, "m": m})
-        return layer(x)
-
-    def base(x, *_):
-        return layer.linear(x)
-
-    def layer_alone(x, *_):
-        return layer(x)
-
-    P = [layer.lora_a, layer.lora_b, layer.m]
-    mx.eval(P, packed)
-    print(
-        f"{rows} x {columns}, {bits}-bit, rank {rank}, {dtype}, {mx.default_device()}, "
-        f"mlx {mx.__version__}"
-    )
-    print(
-        f"{'tokens':>7} {'pass':<9}{'base ms':>9}{'ours ms':>9}{'textbook':>9}"
-        f"{'ours/base':>11}{'textbook/ours':>15}"
-    )
-    for tokens in (1, 8, 64, 512, 2048):
-        x = mx.random.normal((tokens, columns)).astype(kind)
-        layer.train()
-        row(tokens, "training", [backward(f, x, P) for f in (base, ours, textbook)])
-        layer.update(dict(zip(LEAVES, P, strict=True)))
-        layer.eval()
-        row(tokens, "eval", [functools.partial(f, x, *P) for f in (base, layer_alone, textbook)])
+    total = {}
+    for (O, I), count in QWEN3_8B.items():
+        for column, calls, functions in contest(O, I, rank, bits, kind, tokens):
+            for side, ms in timed(functions).items():
+                total[side, column] = total.get((side, column), 0.0) + count * ms / calls
+        mx.clear_cache()
+    columns = list(dict.fromkeys(c for _, c in total))
+    print(f"{bits}-bit, rank {rank}, {dtype}, {mx.default_device()}, mlx {mx.__version__}")
+    print("| ms | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+    for side in dict.fromkeys(s for s, _ in total):
+        cells = (f"{total[side, c]:.3f}" if (side, c) in total else "" for c in columns)
+        print(f"| {side} | " + " | ".join(cells) + " |")
 
 
-def backward(f: Callable, x: mx.array, parameters: list[mx.array]) -> Callable:
-    """A compiled forward and backward of sum(f(x, *parameters)) in all arguments."""
-    step = mx.compile(mx.value_and_grad(lambda *a: f(*a).sum(), list(range(1 + len(parameters)))))
-    return functools.partial(step, x, *parameters)
+def contest(O: int, I: int, rank: int, bits: int, dtype: mx.Dtype, tokens: int):
+    """Yields (column of `bench`, calls per run, {side: function to time}) for one layer."""
+    linear = nn.Linear(I, O, bias=False)
+    linear.weight = linear.weight.astype(dtype)
+    linear = nn.QuantizedLinear.from_linear(linear, 64, bits).freeze()
+    ours = AdaptedLinear(linear, rank, 20.0, 0.0, "dora")
+    ours.lora_b = mx.random.normal(ours.lora_b.shape) / 1000
+    sides = {"base": linear, "DoRA, here": ours}
+    try:
+        from mlx_lm.tuner.dora import DoRALinear
+        from mlx_lm.tuner.lora import LoRALinear
+
+        for kind, layer in (("DoRA", DoRALinear), ("LoRA", LoRALinear)):
+            sides[f"{kind}, mlx-lm"] = layer.from_base(linear, r=rank, scale=20.0)
+    except ImportError:
+        print("mlx-lm is not installed: without its layers", file=sys.stderr)
+    xs = {n: mx.random.normal((1, n, I)).astype(dtype) for n in (1, 8, tokens)}
+    mx.eval(xs, [side.eval().parameters() for side in sides.values()])
+    for n, name in ((1, "1 token"), (8, "8 tokens")):
+        calls = {k: lambda f=f, x=xs[n]: [f(x) for _ in range(20)] for k, f in sides.items()}
+        yield name, 20, calls
+    yield "norm", 20, {"DoRA, here": lambda: [ours.norm() for _ in range(20)]}
+    steps = {k: training_step(side.train(), xs[tokens]) for k, side in sides.items()}
+    yield "training", 1, steps
 
 
-def row(tokens: int, name: str, functions: list[Callable]) -> None:
-    """Times functions in turns and prints one line of `bench`."""
-    times = [[] for _ in functions]
+def training_step(layer: nn.Module, x: mx.array) -> Callable:
+    """A compiled forward and backward of sum(layer(x)) in x and the trainable parameters."""
+    names, leaves = zip(*tree_flatten(layer.parameters()), strict=True)
+
+    def loss(x, *leaves):
+        layer.update(tree_unflatten(list(zip(names, leaves, strict=True))))
+        return layer(x).sum()
+
+    wanted = [0, *(i + 1 for i, name in enumerate(names) if name in LEAVES)]
+    step = mx.compile(mx.value_and_grad(loss, wanted))
+    return lambda: step(x, *leaves)
+
+
+def timed(functions: dict[str, Callable]) -> dict[str, float]:
+    """Median milliseconds of each function, run in turns."""
+    times = {k: [] for k in functions}
     for n in range(12):
-        for f, t in zip(functions, times, strict=True):
+        for k, f in functions.items():
             start = time.perf_counter()
             mx.eval(f())
             if n >= 3:
-                t.append(time.perf_counter() - start)
-    base, ours, theirs = (sorted(t)[len(t) // 2] * 1e3 for t in times)
-    print(
-        f"{tokens:>7} {name:<9}{base:>9.2f}{ours:>9.2f}{theirs:>9.2f}"
-        f"{ours / base:>11.2f}{theirs / ours:>15.2f}"
-    )
+                times[k].append((time.perf_counter() - start) * 1e3)
+    return {k: sorted(t)[len(t) // 2] for k, t in times.items()}
 
 
 if __name__ == "__main__":

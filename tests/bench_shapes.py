@@ -166,8 +166,8 @@ def bench(shape: str, rows: int = 4, length: int = 1024) -> None:
     )
     print("| | decode, tokens/s (pipelined) | training, tokens/s | peak GB | loss |")
     print("|---|---|---|---|---|")
-    for side in ("mlx-lm", "ours"):
-        for kind in ("base", "lora", "dora"):
+    for side in ("ours", "mlx-lm"):
+        for kind in ("dora", "base", "lora"):
             code = (
                 f"import bench_shapes as b; b.one({shape!r}, {side!r}, {kind!r}, {rows}, {length})"
             )

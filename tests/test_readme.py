@@ -27,6 +27,7 @@ def test_commands_do_what_readme_says(tmp_path):
     for name in ("quant.py", "dora.py", "train.py", "fuse.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "tests" / "tiny", tmp_path / "tests" / "tiny")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     shown = ""
     for command in ["python train.py", *blocks()[1:]]:
         command = command.replace(".venv/bin/python", "python")

@@ -1,0 +1,3 @@
+// Stand-in for MLX's header of this name, which prints from kernels.
+#pragma once
+#include <metal_stdlib>
