@@ -110,6 +110,9 @@ def parse(function: typing.Callable, argv: list[str]) -> dict:
     free = [n for n in names if signature[n].kind is not inspect.Parameter.KEYWORD_ONLY]
     while words:
         word = words.pop(0)
+        if word == "--" and "command" in names:
+            values["command"] = words
+            break
         if not word.startswith("--"):
             name = next((n for n in free if n not in values), None)
             if name is None:
@@ -179,9 +182,10 @@ def cli(commands: object, expand: typing.Callable | None = None, errors: tuple =
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, OSError, RuntimeError, *errors) as error:
-        if isinstance(error, RuntimeError) and "Unable to write" not in str(error):
+        unknown = isinstance(error, RuntimeError) and not isinstance(error, errors)
+        if unknown and "Unable to write" not in str(error):
             raise
-        full = "no space left on the disk: " if isinstance(error, RuntimeError) else ""
+        full = "no space left on the disk: " if unknown else ""
         print(f"{Path(sys.argv[0]).name}: error: {full}{error}", file=sys.stderr)
         sys.exit(2)
 

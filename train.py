@@ -4,18 +4,27 @@
     python train.py --model mlx-community/Qwen3-8B-4bit --data my_data --iters 600
     python train.py --config run.yaml --learning-rate 2e-5          flags win over the file
     python train.py ... --resume                          go on from the newest checkpoint
+    python train.py ... --nodes hosts.json                on several machines, started over ssh
 
 The loss of a step is the sum over all trained tokens of its examples, divided by their number, so
-padding, the split into micro-batches and (later) ranks do not change it. An iteration is one
-optimizer update on `--grad-accumulation-steps` micro-batches of `--batch-size` examples; schedules
-count updates.
+padding, the split into micro-batches and ranks do not change it. An iteration is one optimizer
+update on `--grad-accumulation-steps` micro-batches of `--batch-size` examples; schedules count
+updates.
+
+On W machines each micro-batch is split: rank r takes every W-th example from its r-th. Gradients
+of summed losses, the loss and the token count are summed over ranks while backward goes on
+(`comm.Overlap`) and divided once, so the step is the same up to rounding whatever W is, and the
+weights stay bit-identical on all ranks, which is checked at every report. Rank 0 alone reads
+checkpoints and writes files; it sends what it read to the rest. When a rank fails, all end within
+comm.py's deadlines (COMM_SILENCE, COMM_DEADLINE: seconds), and with `--max-restarts` the job begins
+again at its newest checkpoint.
 
 Which examples make a batch is a function of (seed, step) alone: examples are shuffled, sorted by
 padded length, cut into batches, and the batches permuted, anew every epoch. The last, short batch
 is filled up with empty rows, so every example is seen. Lengths are padded to about four sizes per
-octave, so few shapes reach the compiler. Resuming needs no more than the step: weights, moments
-and the random state come from the checkpoint, and the run goes on bit for bit as if it had not
-stopped.
+octave, so few shapes reach the compiler. Dropout's masks are a function of (seed, step, rank).
+Resuming needs no more than the step: weights and moments come from the checkpoint, and the run goes
+on bit for bit as if it had not stopped.
 
 The head never sees masked tokens, and its logits exist for some hundred tokens at a time: forward
 computes the gradient with respect to the last hidden state too (`head_product`), backward only
@@ -51,6 +60,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+import comm
 import dora
 import quant
 from quant import UserError
@@ -263,7 +273,7 @@ class Examples:
 
         N is rounded up to a quarter of B T, with weight 0 on what fills it up.
         """
-        T = int(self.padded[rows].max())
+        T = int(self.padded[rows].max(initial=self.sizes[0]))
         tokens, trained = np.zeros((batch_size, T + 1), np.int32), np.zeros((batch_size, T), bool)
         for b, row in enumerate(rows):
             n = len(self.ids[row])
@@ -371,9 +381,19 @@ def compiled(state: list) -> Callable:
 class Run:
     """Model, optimizer and their compiled steps, with what a checkpoint must hold."""
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, clip: float | None):
-        self.model, self.optimizer, self.clip = model, optimizer, clip
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        clip: float | None,
+        reduce: comm.Overlap | None = None,
+        seed: int = 0,
+    ):
+        reduce = reduce or comm.Overlap(comm.Ring(0, [[("127.0.0.1", 0)]]))
+        self.model, self.optimizer, self.clip, self.seed = model, optimizer, clip, seed
+        self.reduce, self.job = reduce, reduce.job
         self.step, self.tokens, self.best = 0, 0, math.inf
+        self.busy = 0.0  # seconds this rank computed before it could only wait
         self.optimizer.init(model.trainable_parameters())
 
     def compile(self) -> None:
@@ -403,39 +423,101 @@ class Run:
 
         self.gradients, self.update = gradients, update
 
-    def advance(self, batches: list[tuple], rate: float) -> tuple[float, int, float]:
-        """One update from micro-batches: (summed loss, trained tokens, gradient norm)."""
+    def advance(
+        self, batches: list[tuple], rate: float, stop: bool = False
+    ) -> tuple[float, int, float, bool]:
+        """One update from this rank's micro-batches: of all ranks together the summed loss, the
+        trained tokens, the gradient norm, and whether any of them wants to stop.
+        """
+        began = time.monotonic()
+        mx.random.seed(self.random_seed())
         total, count, grads = mx.array(0.0), mx.array(0.0), None
-        for tokens, places, weights in batches:
+        for i, (tokens, places, weights) in enumerate(batches):
             loss, new = self.gradients(tokens, places, weights)
             grads = new if grads is None else tree_map(mx.add, grads, new)
             total, count = total + loss, count + weights.sum()
-            mx.eval(total, count, grads)
+            if i < len(batches) - 1:
+                mx.eval(total, count, grads)
+        grads, (total, count, stops) = self.reduce(grads, total, count, mx.array(float(stop)))
+        mx.eval(total, count, grads)
+        self.busy += self.reduce.ready - began
         self.optimizer.learning_rate = mx.array(rate)
         norm = self.update(grads, count)
         mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm)
         self.step, self.tokens = self.step + 1, self.tokens + int(count.item())
-        return total.item(), int(count.item()), norm.item()
+        return total.item(), int(count.item()), norm.item(), stops.item() > 0
+
+    def random_seed(self) -> int:
+        """Of this step on this rank: dropout's masks need not be remembered to resume."""
+        numbers = np.random.SeedSequence([self.seed, self.step, self.job.rank])
+        return int(numbers.generate_state(1, np.uint64)[0])
+
+    def share(self) -> None:
+        """Gives all ranks what rank 0 has: weights, moments and place."""
+        weights, state = self.model.trainable_parameters(), self.optimizer.state
+        facts = np.array([self.step, self.tokens], np.int64), np.array([self.best], np.float32)
+        self.step, self.tokens = map(int, self.job.broadcast(facts[0]))
+        self.best = float(self.job.broadcast(facts[1])[0])
+        trees = []
+        for tree in (weights, state):  # a loaded state is in another order than a fresh one
+            shared = {
+                k: self.job.broadcast(mx.contiguous(a)) for k, a in sorted(tree_flatten(tree))
+            }
+            trees.append(tree_unflatten(list(shared.items())))
+        self.model.update(trees[0])
+        self.optimizer.state = trees[1]
+
+    def check_ranks(self, steps: int) -> str | None:
+        """Ends the run if ranks hold different weights; says which rank is late, if one is."""
+        bits = [w.view(mx.uint8).astype(mx.uint32) for _, w in self.flat()]
+        sums = mx.stack([(b * (mx.arange(b.size) % 251 + 1).reshape(b.shape)).sum() for b in bits])
+        digest = hashlib.sha256(np.array(sums).tobytes()).digest()[:8]
+        mine = np.frombuffer(digest, np.int64).copy()
+        everyone = self.job.all_gather(mine)
+        if len(set(everyone.tolist())) > 1:
+            usual = max(everyone.tolist(), key=everyone.tolist().count)
+            odd = next(r for r, d in reversed(list(enumerate(everyone))) if d != usual)
+            raise UserError(
+                f"step {self.step}: rank {odd} ({self.job.host(odd)}) holds other weights than the "
+                "rest; the last checkpoint may be wrong too"
+            )
+        seconds = self.job.all_gather(np.array([self.busy / steps], np.float32))
+        self.busy = 0.0
+        slow, rest = int(seconds.argmax()), float(np.median(seconds))
+        if self.job.size == 2:
+            rest = float(seconds.min())
+        if seconds[slow] < 1.25 * rest or seconds[slow] < rest + 0.05:
+            return None
+        where = f"rank {slow} ({self.job.host(slow)})"
+        return f"{where} computes {seconds[slow]:.2f} s per step, the rest {rest:.2f} s"
+
+    def flat(self) -> list[tuple[str, mx.array]]:
+        return tree_flatten(self.model.trainable_parameters())
 
     def finite(self) -> bool:
         """Whether every trained weight is a number."""
-        weights = tree_flatten(self.model.trainable_parameters())
-        return mx.stack([mx.isfinite(w).all() for _, w in weights]).all().item()
+        return mx.stack([mx.isfinite(w).all() for _, w in self.flat()]).all().item()
 
     def evaluate(self, examples: Examples, batch_size: int, batches: int) -> float:
-        """Token-weighted mean loss over the first `batches` batches (-1: all), without dropout."""
+        """Token-weighted mean loss over `batches` batches (-1: all) and all ranks, no dropout."""
         self.model.eval()
         rows = examples.order(batch_size, None)
         if 0 <= batches < len(rows):  # spread over the lengths, which the order is sorted by
             rows = [rows[i * len(rows) // batches] for i in range(batches)]
-        total = count = 0.0
-        for r in rows:
-            tokens, places, weights = examples.batch(r, batch_size)
+        sums = np.zeros(2)
+        for batch in rows:
+            tokens, places, weights = examples.batch(*self.part(batch, batch_size))
             loss, n = loss_sum(self.model, tokens, places, weights), weights.sum()
             mx.eval(loss, n)
-            total, count = total + loss.item(), count + n.item()
+            sums += loss.item(), n.item()
         self.model.train()
-        return total / count
+        everyone = self.job.all_gather(sums.view(np.int64)).view(np.float64)  # exact, in order
+        total, count = everyone.reshape(-1, 2).sum(axis=0)
+        return float(total / count)
+
+    def part(self, rows: np.ndarray, batch_size: int) -> tuple[np.ndarray, int]:
+        """This rank's rows of a batch, and how many there may be."""
+        return rows[self.job.rank :: self.job.size], batch_size // self.job.size
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------
@@ -483,7 +565,6 @@ class Checkpoints:
         def write(temporary: Path) -> None:
             self.save_weights(temporary, run.model)
             state = {f"optimizer.{k}": v for k, v in tree_flatten(run.optimizer.state)}
-            state["random"] = mx.random.state[0]
             mx.save_safetensors(str(temporary / "state.safetensors"), state)
             facts = {"step": run.step, "tokens": run.tokens, "best": run.best}
             facts["mlx"] = mx.__version__
@@ -547,8 +628,6 @@ def restore(run: Run, folder: Path, settings: dict) -> None:
                 f"to start anew from its weights: --resume {folder / 'adapters.safetensors'}"
             )
     state = mx.load(str(folder / "state.safetensors"))
-    high, low = state.pop("random").tolist()
-    mx.random.seed(high << 32 | low)  # a seed's two words are the key
     run.optimizer.state = tree_unflatten([(k.partition(".")[2], v) for k, v in state.items()])
     run.step, run.tokens, run.best = facts["step"], facts["tokens"], facts["best"]
 
@@ -557,36 +636,41 @@ def restore(run: Run, folder: Path, settings: dict) -> None:
 
 
 class Log:
-    """Progress on the terminal, log.jsonl with mlx-lm's keys, and loss.svg."""
+    """Progress on the terminal, log.jsonl with mlx-lm's keys, loss.svg; no files without root."""
 
-    def __init__(self, root: Path, iters: int, step: int):
+    def __init__(self, root: Path | None, iters: int, step: int):
         from tqdm import tqdm
 
+        self.iters, self.path, self.entries = iters, root and root / "log.jsonl", []
+        hidden = not (root and (sys.stderr.isatty() or "COMM_TTY" in os.environ))
+        self.bar = tqdm(total=iters, initial=step, disable=hidden, unit="step", dynamic_ncols=True)
+        if root is None:
+            return
         root.mkdir(parents=True, exist_ok=True)
-        self.path, self.entries = root / "log.jsonl", []
         if step and self.path.exists():  # what was logged beyond the checkpoint happens again
             whole = [t for t in self.path.read_text().splitlines(True) if t.endswith("}\n")]
             self.entries = [e for e in map(json.loads, whole) if e["iteration"] <= step]
         temporary = self.path.with_name(".log.jsonl.tmp")
         temporary.write_text("".join(json.dumps(e) + "\n" for e in self.entries))
         temporary.replace(self.path)
-        hidden = None if sys.stderr.isatty() else True
-        self.bar = tqdm(total=iters, initial=step, disable=hidden, unit="step", dynamic_ncols=True)
-        self.iters = iters
 
     def write(self, entry: dict, text: str) -> None:
-        from tqdm import tqdm
-
         self.entries.append(entry)
-        with self.path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        self.say(text)
 
     def progress(self, loss: float, speed: float) -> None:
         peak = mx.get_peak_memory() / 1e9
         self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s, peak {peak:.2f} GB")
         self.bar.update()
+
+    def say(self, text: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
     def train(self, step, loss, rate, seconds, steps, tokens, total) -> None:
         peak, left = mx.get_peak_memory() / 1e9, (self.iters - step) * seconds / steps
@@ -604,7 +688,7 @@ class Log:
 
     def plot(self) -> None:
         """loss.svg beside the log, where matplotlib is installed."""
-        if not self.entries:
+        if not (self.entries and self.path):
             return
         try:
             import matplotlib
@@ -661,6 +745,12 @@ def train(
     dtype: str = "auto",
     config: str | None = None,
     fine_tune_type: str | None = None,
+    nodes: str | None = None,
+    backend: str = "auto",
+    port: int = comm.PORT,
+    overlap: bool = True,
+    timeline: str | None = None,
+    max_restarts: int = 0,
 ) -> None:
     """Fine-tunes a model on {train,valid,test}.jsonl and writes an adapter.
 
@@ -676,20 +766,86 @@ def train(
     --optimizer-config  its own settings: '{"weight_decay": 0.1}'
     --lr-schedule       constant, linear or cosine: from the peak after --warmup to --min-lr
     --mask-prompt       train on the assistant's words only: true for all turns, or last
-    --resume            the newest checkpoint, a checkpoint folder, or an adapter's weights alone
+    --resume            the newest checkpoint (auto: if there is one), a checkpoint folder, or an
+                        adapter's weights alone
     --test              evaluate on test.jsonl at the end
     --sample-tokens     show a reply of so many tokens before and after
     --config            YAML or JSON with any of these flags; those on the command line win
+    --nodes             a hostfile (MLX's format): one rank per host, over ssh; --batch-size and
+                        everything else counts all of them together
+    --backend           auto, tcp, jaccl, nccl, mpi or ring; see comm.py
+    --overlap           sum gradients while backward goes on; false for comparison
+    --timeline          a file for chrome://tracing: compute, wait and transfer per bucket
+    --max-restarts      with --nodes: how often to go on from the newest checkpoint after a failure
     """
-    fit(dict(locals()))
+    settings = dict(locals())
+    check_settings(settings)
+    if nodes and "MLX_RANK" not in os.environ:
+        sys.exit(launch(settings))
+    try:
+        with comm.connect(backend) as job:
+            if job.rank:
+                sys.stdout = open(os.devnull, "w")
+            try:
+                asked = fit(settings, job)
+            except UserError as error:
+                time.sleep(0.5 if job.rank else 0.0)  # of what all ranks meet, rank 0 speaks
+                if job.error and job.error.reason == str(error):
+                    sys.exit(2)
+                raise
+    except comm.CommError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+    if asked:
+        sys.exit(130)
 
 
-def fit(s: dict) -> None:
-    """`train` with its flags as a dict: everything is checked and read before a step is taken."""
-    check_settings(s)
+FAILED = 3  # exit status of a rank that ends because of another
+
+
+def launch(s: dict) -> int:
+    """Runs this file on all hosts, again after a failure if asked; the exit status."""
+    backend, hosts = comm.read_hosts(s["nodes"])
+    backend = backend if s["backend"] == "auto" else s["backend"]
+    if wrong := comm.inspect_hosts(hosts, backend, s["port"], lambda _: None):
+        raise UserError("; ".join(wrong))
+    for left in reversed(range(s["max_restarts"] + 1)):
+        argv = ["python", str(Path(__file__).resolve()), *words(s)]
+        ended = comm.run(hosts, argv, backend, s["port"])
+        status = comm.verdict(hosts, ended)
+        if status in (0, 130) or not left or any(e.status == 2 and not e.made for e in ended):
+            return status
+        print(f"starting again from the newest checkpoint ({left} more)", file=sys.stderr)
+        s["resume"] = "auto"
+
+
+def words(s: dict) -> list[str]:
+    """The flags of the ranks' command: what differs from the defaults."""
+    out = []
+    for name, p in inspect.signature(train).parameters.items():
+        value = s[name]
+        if name in ("nodes", "max_restarts", "config") or (value == p.default and name != "model"):
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = json.dumps(value) if isinstance(value, dict) else text
+        out.append(f"--{name.replace('_', '-')}={text}")
+    return out
+
+
+def fit(s: dict, job: comm.Communicator) -> bool:
+    """`train` on one rank: everything is checked and read before a step is taken. Whether it was
+    stopped.
+    """
+    first = job.rank == 0
     method, rows = make_optimizer(s), read_data(s["data"])
-    root = prepare_folder(Path(s["adapter_path"]).expanduser())
-    source = find_resume(root, s["resume"])
+    if s["batch_size"] % job.size:
+        raise UserError(
+            f"--batch-size: got {s['batch_size']}, which {job.size} ranks do not divide"
+        )
+    root = source = None
+    if first:
+        root = prepare_folder(Path(s["adapter_path"]).expanduser())
+        source = find_resume(root, s["resume"])
     model, tokenizer, config = quant.load(s["model"], s["dtype"])
     mx.random.seed(s["seed"])
     adapt(model, config, s, source)
@@ -698,37 +854,73 @@ def fit(s: dict) -> None:
     if (usable := len(splits["train"])) < s["batch_size"]:
         few = f"{usable} usable rows, fewer than --batch-size {s['batch_size']}"
         raise UserError(f"{s['data']}: {few}")
-    run, exact = Run(model, method, s["grad_clip"]), resumable(s, splits["train"])
-    if source and source.is_dir():
-        restore(run, source, exact)
-        print(f"resuming from {source} at step {run.step}")
-    elif source:
-        print(f"starting from the weights of {source}; step, optimizer and data begin anew")
-    describe(run, s, splits)
-    model.checkpoint = s["grad_checkpoint"]
-    limit_memory()
-    model.train()
-    run.compile()
-    files, log = Checkpoints(root, s["model"], config), Log(root, s["iters"], run.step)
-    prompt = sample_prompt(rows) if s["sample_tokens"] else None
-    if prompt and run.step == 0:
-        show_sample("before", model, tokenizer, prompt, s["sample_tokens"])
-    stop = Stop()
-    try:
-        loop(run, s, splits, files, log, exact, stop)
-    finally:
-        log.bar.close()
-        stop.restore()
+    exact = resumable(s, splits["train"])
+    compare(job, s, exact, splits, model, config)
+    with comm.Overlap(job, timeline=s["timeline"], **({} if s["overlap"] else OFF)) as reduce:
+        run = Run(model, method, s["grad_clip"], reduce, s["seed"])
+        if source and source.is_dir():
+            restore(run, source, exact)
+            print(f"resuming from {source} at step {run.step}")
+        elif source:
+            print(f"starting from the weights of {source}; step, optimizer and data begin anew")
+        run.share()
+        describe(run, s, splits)
+        model.checkpoint = s["grad_checkpoint"]
+        limit_memory()
+        model.train()
+        run.compile()
+        files, log = Checkpoints(root, s["model"], config), Log(root, s["iters"], run.step)
+        prompt = sample_prompt(rows) if s["sample_tokens"] and first else None
+        if prompt and run.step == 0:
+            show_sample("before", model, tokenizer, prompt, s["sample_tokens"])
+        stop = Stop(quiet=not first)
+        try:
+            loop(run, s, splits, files, log, exact, stop)
+        finally:
+            log.bar.close()
+            stop.restore()
     log.plot()
     if stop.asked:
         print(f"stopped at step {run.step}, saved; --resume goes on from there")
-        sys.exit(130)
+        return True
     if prompt:
         show_sample("after", model, tokenizer, prompt, s["sample_tokens"])
     if s["test"] and len(splits["test"]):
         loss = run.evaluate(splits["test"], s["batch_size"], -1)
         print(f"test loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.3f}")
-    print(f"wrote {root / 'adapters.safetensors'}")
+    if first:
+        print(f"wrote {root / 'adapters.safetensors'}")
+    return False
+
+
+OFF = {"bucket_bytes": 0}  # of comm.Overlap
+
+
+def compare(job, s: dict, exact: dict, splits: dict, model: nn.Module, config: dict) -> None:
+    """Ends the run if a rank has other data, another model or other settings than rank 0."""
+    names = "iters learning_rate lr_schedule warmup min_lr rank scale dropout keys num_layers"
+    more = "mask_prompt val_batches steps_per_report steps_per_eval save_every grad_clip test"
+    facts = exact | {name: s[name] for name in f"{names} {more}".split()}
+    facts |= {f"{k} rows": len(e) for k, e in splits.items()}
+    facts |= {"validation data": splits["valid"].digest(), "test data": splits["test"].digest()}
+    facts |= {"model config": dora.fingerprint(config), "MLX": mx.__version__}
+    some = [n for n, m in model.named_modules() if "weight" in m and m.weight.ndim == 2][::7]
+    facts["model weights"] = np.round(dora.sketch(model, some), 5).tolist()
+    everyone = gather(job, json.dumps(facts))
+    for rank, theirs in enumerate(map(json.loads, everyone)):
+        for key, value in json.loads(everyone[0]).items():
+            if theirs[key] != value:
+                who = f"rank {rank} ({job.host(rank)}) has {key} {theirs[key]}"
+                raise UserError(f"{who}, rank 0 has {value}; make them the same")
+
+
+def gather(job: comm.Communicator, text: str) -> list[str]:
+    """The texts of all ranks."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    longest = int(job.all_gather(np.array([data.size], np.int64)).max())
+    block = np.full((1, longest), ord(" "), np.uint8)
+    block[0, : data.size] = data
+    return [row.tobytes().decode() for row in job.all_gather(block)]
 
 
 def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: dict, stop) -> None:
@@ -736,23 +928,25 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
     batches = micro_batches(splits["train"], s, run.step)
     schedule = [s[k] for k in ("learning_rate", "iters", "lr_schedule", "warmup", "min_lr")]
     loss = tokens = steps = seconds = 0
-    saved = run.step if (files.root / "adapters.safetensors").exists() else None
+    first = run.job.rank == 0
+    saved = run.step if first and (files.root / "adapters.safetensors").exists() else None
     if run.step == 0:
         validate(run, s, splits, files, log)
     while run.step < s["iters"] and not stop.asked:
         began = time.perf_counter()
         rows = [next(batches) for _ in range(s["grad_accumulation_steps"])]
         rate = learning_rate(run.step, *schedule)
-        built = [splits["train"].batch(r, s["batch_size"]) for r in rows]
-        part, count, norm = run.advance(built, rate)
+        built = [splits["train"].batch(*run.part(r, s["batch_size"])) for r in rows]
+        part, count, norm, stop.asked = run.advance(built, rate, stop.asked)
         last = run.step == s["iters"] or stop.asked
         finite = run.finite() if last or run.step % s["save_every"] == 0 else True
         if not (math.isfinite(part) and math.isfinite(norm) and finite):
             where = ", ".join(splits["train"].where[i] for r in rows for i in r)
+            good = files.all() if first else []
             raise UserError(
                 f"step {run.step}: loss {part / count}, gradient norm {norm}"
                 f"{'' if finite else ', weights not finite'}; stopped. Rows: {where}. "
-                f"Last good checkpoint: {(files.all() or ['none yet'])[-1]}. Try a lower "
+                f"Last good checkpoint: {(good or ['none yet'])[-1]}. Try a lower "
                 "--learning-rate, --grad-clip 1 or --dtype float32."
             )
         loss, tokens, steps = loss + part, tokens + count, steps + 1
@@ -760,14 +954,17 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
         log.progress(part / count, tokens / seconds)
         if run.step % s["steps_per_report"] == 0 or last:
             log.train(run.step, loss / tokens, rate, seconds, steps, tokens, run.tokens)
+            if late := run.check_ranks(steps):
+                log.say(late)
             loss = tokens = steps = seconds = 0
         if run.step % s["steps_per_eval"] == 0 or run.step == s["iters"]:
             validate(run, s, splits, files, log)
-        if run.step % s["save_every"] == 0:
+        if first and run.step % s["save_every"] == 0:
             files.save(run, exact)
             saved = run.step
-    if saved != run.step:
+    if first and saved != run.step:
         files.save(run, exact)
+    run.job.barrier()  # all fail if that did
 
 
 def validate(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log) -> None:
@@ -779,7 +976,8 @@ def validate(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log) -> N
     log.valid(run.step, loss, time.perf_counter() - began)
     if loss < run.best:
         run.best = loss
-        files.save_best(run)
+        if run.job.rank == 0:
+            files.save_best(run)
 
 
 def micro_batches(examples: Examples, s: dict, step: int) -> Iterator[np.ndarray]:
@@ -796,8 +994,8 @@ class Stop:
     once.
     """
 
-    def __init__(self):
-        self.asked = False
+    def __init__(self, quiet: bool = False):
+        self.asked, self.quiet = False, quiet
         self.before = {n: signal.signal(n, self) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def restore(self) -> None:
@@ -808,7 +1006,8 @@ class Stop:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        if not self.quiet:
+            print("\nstopping after this step; once more to stop at once", file=sys.stderr)
 
 
 def check_settings(s: dict) -> None:
@@ -866,9 +1065,9 @@ def find_resume(root: Path, resume: bool | str) -> Path | None:
     holds may only be gone on with.
     """
     files, source = Checkpoints(root, "", {}), None
-    if resume is True:
+    if resume is True or (resume == "auto" and files.all()):
         return files.newest()
-    if resume:
+    if resume and resume != "auto":
         source = Path(resume).expanduser()
         if (source / "checkpoints").is_dir():
             source = Checkpoints(source, "", {}).newest()
@@ -1066,4 +1265,4 @@ def from_mlx_lm(found: dict) -> dict:
 
 
 if __name__ == "__main__":
-    quant.cli(train, with_config, (dora.UserError,))
+    quant.cli(train, with_config, (dora.UserError, comm.UserError))

@@ -24,7 +24,7 @@ def test_readme_is_short_and_begins_with_a_command():
 
 
 def test_commands_do_what_readme_says(tmp_path):
-    for name in ("quant.py", "dora.py", "train.py", "fuse.py"):
+    for name in ("quant.py", "dora.py", "comm.py", "train.py", "fuse.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "tests" / "tiny", tmp_path / "tests" / "tiny")
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
