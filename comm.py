@@ -186,7 +186,8 @@ def cli(commands: object, expand: typing.Callable | None = None, errors: tuple =
                     return
                 raise UserError(f"got command {name!r}, wanted one of: {', '.join(commands)}")
             function = commands[name]
-        if "--help" in argv or "-h" in argv:
+        own = argv[: argv.index("--")] if "--" in argv else argv
+        if "--help" in own or "-h" in own:
             return show_help(function)
         flags = parse(function, argv)
         flags = expand(function, flags) if expand else flags
@@ -760,6 +761,8 @@ class Communicator:
             pending, self._pending = self._pending, []
             self._changed.notify_all()
         self._tell_all(FAILED, rank, text=reason.encode())
+        if rank != self.rank and "COMM_SECRET_FILE" in os.environ:
+            Path(os.environ["COMM_SECRET_FILE"]).with_name("other").touch()  # see `agent`
         for handle in pending:
             handle._finish(self.error)
         control = [p.sock for p in self._peers.values()]
@@ -932,7 +935,10 @@ def _flat(x) -> tuple[np.ndarray, int]:
         raise ValueError(f"got an array of {name}, wanted one of {', '.join(DTYPES)}")
     kind = np.uint16 if name == "bfloat16" else np.dtype(name)
     mx.eval(x)
-    return np.frombuffer(x, kind) if x.size else np.empty(0, kind), DTYPES.index(name)
+    try:
+        return np.frombuffer(x, kind) if x.size else np.empty(0, kind), DTYPES.index(name)
+    except BufferError:
+        raise ValueError("got a view, wanted a contiguous array: mx.contiguous(x)") from None
 
 
 def _like(x, flat: np.ndarray, shape: tuple):
@@ -968,7 +974,8 @@ class _Trunk:
 
     def guard(self, loop, peer: int) -> None:
         try:
-            loop()
+            with np.errstate(all="ignore"):  # sums may overflow; that is the caller's to notice
+                loop()
         except OSError as error:
             self.ring._suspect(peer, f"connection lost ({error})")
         except Exception as error:
@@ -1610,6 +1617,7 @@ def agent():
     The first line of its standard input says what to run; then "INT" and "TERM" are passed on to
     the rank and its children. At the end of input, all of them are ended.
     """
+    import ctypes
     import json
     import os
     import shutil
@@ -1618,18 +1626,25 @@ def agent():
     import sys
     import tempfile
     import threading
+    import time
 
     job = json.loads(sys.stdin.readline())
+    try:
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # Linux: its orphans become the agent's children
+    except (AttributeError, OSError):
+        pass
     folder = tempfile.mkdtemp(prefix="comm-")  # private to this user
     env = os.environ | job["env"]
     for name, text in job["files"].items():
         env[name] = os.path.join(folder, name)
-        with open(env[name], "w") as file:
+        with open(env[name], "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(text)
     try:
         os.chdir(job["cwd"])
-        null = subprocess.DEVNULL
-        child = subprocess.Popen(job["argv"], env=env, stdin=null, start_new_session=True)
+        null, pipe = subprocess.DEVNULL, subprocess.PIPE
+        child = subprocess.Popen(
+            job["argv"], env=env, stdin=null, stdout=pipe, stderr=pipe, start_new_session=True
+        )
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         print(f"cannot start {job['argv'][0]} in {job['cwd']}: {error}", file=sys.stderr)
@@ -1640,6 +1655,22 @@ def agent():
             os.killpg(child.pid, which)
         except OSError:
             pass
+
+    def copy(stream, to):  # only the agent holds what ssh waits for, not what the rank leaves
+        try:
+            while data := os.read(stream.fileno(), 65536):
+                os.write(to, data)
+        except OSError:
+            pass  # the launcher is gone, and `listen` knows
+
+    def strays():
+        for name in os.listdir("/proc") if os.path.exists("/proc/self/stat") else ():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                        yield int(name)
+            except (OSError, ValueError):
+                pass
 
     def listen():
         for line in sys.stdin:
@@ -1654,8 +1685,22 @@ def agent():
     for which in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(which, lambda *_: end(signal.SIGKILL))
     threading.Thread(target=listen, daemon=True).start()
+    copies = [
+        threading.Thread(target=copy, args=copied, daemon=True)
+        for copied in ((child.stdout, 1), (child.stderr, 2))
+    ]
+    for thread in copies:
+        thread.start()
     status = child.wait()
     end(signal.SIGKILL)  # whatever it has left behind
+    while left := list(strays()):  # and what has left its process group
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    for thread in copies:
+        thread.join(2.0)
+    if status and os.path.exists(os.path.join(folder, "other")):
+        time.sleep(2.0)  # another rank is at fault: its exit status shall be the first
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(status if status >= 0 else 128 - status)
 
@@ -1665,7 +1710,8 @@ class _Process:
 
     def __init__(self, rank: int, host: Host, job: dict, out: typing.Callable):
         self.rank, self.host = rank, host
-        command = [host.python, "-u", "-c", "exec(eval(__import__('sys').stdin.readline()))"]
+        python = sys.executable if host.local else host.python
+        command = [python, "-u", "-c", "exec(eval(__import__('sys').stdin.readline()))"]
         if not host.local:
             options = "BatchMode=yes ConnectTimeout=10 ServerAliveInterval=5 ServerAliveCountMax=3"
             ssh = shlex.split(os.environ.get("COMM_SSH", "ssh"))
@@ -1688,7 +1734,7 @@ class _Process:
         try:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):
             pass  # it has ended; its status says how
 
     def hang_up(self) -> None:
@@ -1717,10 +1763,13 @@ def _relay(process: _Process, stream, errors: bool) -> None:
     read = (
         functools.partial(os.read, stream.fileno(), 65536) if not process.rank else stream.readline
     )
-    while data := read():
-        with PRINTING:
-            to.write(data if not process.rank else name + data.rstrip(b"\n") + b"\n")
-            to.flush()
+    try:
+        while data := read():
+            with PRINTING:
+                to.write(data if not process.rank else name + data.rstrip(b"\n") + b"\n")
+                to.flush()
+    except BrokenPipeError:
+        os._exit(141)  # nobody reads any more; the agents end their ranks
 
 
 PRINTING = threading.Lock()
@@ -1787,7 +1836,8 @@ def _jobs(hosts: list[Host], argv: list[str], backend: str, port: int, grace: fl
     ours, theirs = ([[_joined(ip, next(ports)) for ip in h.ips] for h in hosts] for _ in range(2))
     host, extra = hosts[0].ips[0], next(ports)
     files = {"COMM_SECRET_FILE": secrets.token_hex(32), "COMM_HOSTFILE": json.dumps(ours)}
-    env = {k: v for k, v in os.environ.items() if k in HANDED_ON}
+    env = {"PYTHONUNBUFFERED": "1"}  # progress is seen as it is printed
+    env |= {k: v for k, v in os.environ.items() if k in HANDED_ON}
     if sys.stderr.isatty():  # progress bars may be drawn: rank 0's output goes there as it is
         env |= {"COMM_TTY": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     env |= {"COMM_BACKEND": backend, "NCCL_HOST_IP": host, "NCCL_PORT": str(extra)}
@@ -1828,10 +1878,17 @@ def verdict(hosts: list[Host], ended: list[Ended]) -> int:
 # --- Commands -------------------------------------------------------------------------------------
 
 
-def _hosts(nodes: str | None, ranks: int, trunks: int, backend: str) -> tuple[str, list[Host]]:
-    if nodes is None:
-        return backend, local_hosts(ranks, trunks)
-    theirs, hosts = read_hosts(nodes)
+def _hosts(
+    nodes: str | None, ranks: int, trunks: int, backend: str, port: int
+) -> tuple[str, list[Host]]:
+    theirs, hosts = read_hosts(nodes) if nodes else ("auto", local_hosts(ranks, trunks))
+    if backend not in BACKENDS:
+        raise UserError(f"--backend: got {backend!r}, wanted one of {', '.join(BACKENDS)}")
+    if not hosts or not hosts[0].ips:
+        raise UserError(f"--ranks, --trunks: got {ranks} and {trunks}, wanted at least 1")
+    last = 65535 - 2 * len(hosts) * len(hosts[0].ips)
+    if not 1 <= port <= last:
+        raise UserError(f"--port: got {port}, wanted 1 to {last}")
     return theirs if backend == "auto" else backend, hosts
 
 
@@ -1860,7 +1917,7 @@ def launch(
     """
     if not command:
         raise UserError("nothing to run: launch --nodes hosts.json -- python script.py")
-    backend, hosts = _hosts(nodes, ranks, 1, backend)
+    backend, hosts = _hosts(nodes, ranks, 1, backend, port)
     sys.exit(verdict(hosts, run(hosts, command, backend, port)))
 
 
@@ -1894,15 +1951,15 @@ def bench(
         simulate_compute: milliseconds of a step's backward; each of --layers ends with a bucket.
         bytes: of all buckets together.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype: got {dtype!r}, wanted one of {', '.join(DTYPES)}")
     if "MLX_RANK" not in os.environ:
-        backend, hosts = _hosts(nodes, ranks, trunks, backend)
+        backend, hosts = _hosts(nodes, ranks, trunks, backend, port)
         words = ["bench", f"--megabytes={','.join(map(str, megabytes))}", f"--dtype={dtype}"]
         if simulate_compute is not None:
             words += [f"--simulate-compute={simulate_compute}"]
             words += [f"--layers={layers}", f"--bytes={bytes}"]
         sys.exit(_self(hosts, words, backend, port))
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype: got {dtype!r}, wanted one of {', '.join(DTYPES)}")
     with connect() as job:
         say = print if job.rank == 0 else lambda *_: None
         if simulate_compute is not None:
@@ -2044,7 +2101,7 @@ def inspect_hosts(hosts: list[Host], backend: str, port: int, say=print) -> list
 
     argv = ["python", "-c", inspect.getsource(probe) + "\nprobe()\n"]
     status = {e.rank: e.status for e in run(asked, argv, port=port, relay=keep)}
-    wrong, first = [], None
+    wrong, first = [], {}
     for rank, host in enumerate(hosts):
         name = f"rank {rank} ({host.ssh})"
         try:
@@ -2062,10 +2119,10 @@ def inspect_hosts(hosts: list[Host], backend: str, port: int, say=print) -> list
             wrong.append(f"{name}: cannot listen on {ip} port {at}: {why} (--port, or fix ips)")
         if found["comm.py"] is None:
             wrong.append(f"{name}: no {file}; copy it there")
-        first = first or (rank, found)
         for what in ("mlx", "comm.py"):
-            if found[what] != first[1][what] and found[what]:
-                other = f"rank {first[0]} has {first[1][what]}"
+            other, value = first.setdefault(what, (rank, found[what])) if found[what] else (0, None)
+            if found[what] and found[what] != value:
+                other = f"rank {other} has {value}"
                 wrong.append(f"{name}: {what} {found[what]}, but {other}; make them the same")
         if found["mlx"] is None:
             wrong.append(f"{name}: {host.python} has no mlx: pip install mlx there")
@@ -2094,6 +2151,7 @@ def check(
     if "MLX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
         with connect(backend) as job:
             return _check_rank(job)
+    theirs, hosts = _hosts(nodes, ranks, 1, backend, port)
     if nodes is None:
         usable = [b for b in BACKENDS[2:] if mx.distributed.is_available(b)]
         print(f"MLX {mx.__version__}; built with {', '.join(usable) or 'no backend'}")
@@ -2102,7 +2160,7 @@ def check(
             _self(local_hosts(ranks), ["check"], b, port + 100 * i) for i, b in enumerate(chosen)
         ]
         sys.exit(1 if any(bad) else 0)
-    backend, hosts = _hosts(nodes, ranks, 1, backend)
+    backend = theirs
     wrong = inspect_hosts(hosts, backend, port)
     if not wrong:
         status = _self(hosts, ["check"], backend, port)

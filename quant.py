@@ -170,7 +170,8 @@ def cli(commands: object, expand: typing.Callable | None = None, errors: tuple =
                     return
                 raise UserError(f"got command {name!r}, wanted one of: {', '.join(commands)}")
             function = commands[name]
-        if "--help" in argv or "-h" in argv:
+        own = argv[: argv.index("--")] if "--" in argv else argv
+        if "--help" in own or "-h" in own:
             return show_help(function)
         flags = parse(function, argv)
         flags = expand(function, flags) if expand else flags

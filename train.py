@@ -281,7 +281,7 @@ class Examples:
             trained[b, : n - 1] = self.trained[row][1:]
         places = np.flatnonzero(trained)
         quarter = -(-trained.size // 4)
-        N = min(-(-len(places) // quarter) * quarter, trained.size)
+        N = min(max(-(-len(places) // quarter), 1) * quarter, trained.size)
         weights = (np.arange(N) < len(places)).astype(np.float32)
         places = np.pad(places, (0, N - len(places))).astype(np.int32)
         return mx.array(tokens), mx.array(places), mx.array(weights)
@@ -477,7 +477,7 @@ class Run:
         if len(set(everyone.tolist())) > 1:
             usual = max(everyone.tolist(), key=everyone.tolist().count)
             odd = next(r for r, d in reversed(list(enumerate(everyone))) if d != usual)
-            raise UserError(
+            raise Common(
                 f"step {self.step}: rank {odd} ({self.job.host(odd)}) holds other weights than the "
                 "rest; the last checkpoint may be wrong too"
             )
@@ -786,8 +786,12 @@ def train(
         with comm.connect(backend) as job:
             if job.rank:
                 sys.stdout = open(os.devnull, "w")
+            met = None
             try:
                 asked = fit(settings, job)
+            except Common as error:
+                met = error
+                job.barrier()  # all have met it
             except UserError as error:
                 time.sleep(0.5 if job.rank else 0.0)  # of what all ranks meet, rank 0 speaks
                 if job.error and job.error.reason == str(error):
@@ -796,8 +800,16 @@ def train(
     except comm.CommError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(FAILED)
+    if met:
+        if job.rank:
+            sys.exit(2)
+        raise met
     if asked:
         sys.exit(130)
+
+
+class Common(UserError):
+    """Something that every rank meets at the same place: rank 0 says it, and all leave in peace."""
 
 
 FAILED = 3  # exit status of a rank that ends because of another
@@ -812,7 +824,7 @@ def launch(s: dict) -> int:
     for left in reversed(range(s["max_restarts"] + 1)):
         argv = ["python", str(Path(__file__).resolve()), *words(s)]
         ended = comm.run(hosts, argv, backend, s["port"])
-        status = comm.verdict(hosts, ended)
+        status = comm.verdict(hosts, sorted(ended, key=lambda e: e.status == FAILED))
         if status in (0, 130) or not left or any(e.status == 2 and not e.made for e in ended):
             return status
         print(f"starting again from the newest checkpoint ({left} more)", file=sys.stderr)
@@ -839,9 +851,7 @@ def fit(s: dict, job: comm.Communicator) -> bool:
     first = job.rank == 0
     method, rows = make_optimizer(s), read_data(s["data"])
     if s["batch_size"] % job.size:
-        raise UserError(
-            f"--batch-size: got {s['batch_size']}, which {job.size} ranks do not divide"
-        )
+        raise Common(f"--batch-size: got {s['batch_size']}, which {job.size} ranks do not divide")
     root = source = None
     if first:
         root = prepare_folder(Path(s["adapter_path"]).expanduser())
@@ -875,12 +885,12 @@ def fit(s: dict, job: comm.Communicator) -> bool:
             show_sample("before", model, tokenizer, prompt, s["sample_tokens"])
         stop = Stop(quiet=not first)
         try:
-            loop(run, s, splits, files, log, exact, stop)
+            asked = loop(run, s, splits, files, log, exact, stop)
         finally:
             log.bar.close()
             stop.restore()
     log.plot()
-    if stop.asked:
+    if asked:
         print(f"stopped at step {run.step}, saved; --resume goes on from there")
         return True
     if prompt:
@@ -911,7 +921,7 @@ def compare(job, s: dict, exact: dict, splits: dict, model: nn.Module, config: d
         for key, value in json.loads(everyone[0]).items():
             if theirs[key] != value:
                 who = f"rank {rank} ({job.host(rank)}) has {key} {theirs[key]}"
-                raise UserError(f"{who}, rank 0 has {value}; make them the same")
+                raise Common(f"{who}, rank 0 has {value}; make them the same")
 
 
 def gather(job: comm.Communicator, text: str) -> list[str]:
@@ -932,18 +942,19 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
     saved = run.step if first and (files.root / "adapters.safetensors").exists() else None
     if run.step == 0:
         validate(run, s, splits, files, log)
-    while run.step < s["iters"] and not stop.asked:
+    asked = False
+    while run.step < s["iters"] and not asked:
         began = time.perf_counter()
         rows = [next(batches) for _ in range(s["grad_accumulation_steps"])]
         rate = learning_rate(run.step, *schedule)
         built = [splits["train"].batch(*run.part(r, s["batch_size"])) for r in rows]
-        part, count, norm, stop.asked = run.advance(built, rate, stop.asked)
-        last = run.step == s["iters"] or stop.asked
+        part, count, norm, asked = run.advance(built, rate, stop.asked)
+        last = run.step == s["iters"] or asked
         finite = run.finite() if last or run.step % s["save_every"] == 0 else True
         if not (math.isfinite(part) and math.isfinite(norm) and finite):
             where = ", ".join(splits["train"].where[i] for r in rows for i in r)
             good = files.all() if first else []
-            raise UserError(
+            raise Common(
                 f"step {run.step}: loss {part / count}, gradient norm {norm}"
                 f"{'' if finite else ', weights not finite'}; stopped. Rows: {where}. "
                 f"Last good checkpoint: {(good or ['none yet'])[-1]}. Try a lower "
@@ -965,6 +976,7 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
     if first and saved != run.step:
         files.save(run, exact)
     run.job.barrier()  # all fail if that did
+    return asked
 
 
 def validate(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log) -> None:
