@@ -1435,7 +1435,9 @@ class Overlap:
                 bucket.append(i)
                 size += leaf.nbytes
                 open_buckets[leaf.dtype] = bucket, size
-                if size >= (limit if plan else min(limit, self.first_bytes)):
+                if size >= (
+                    min(limit, self.first_bytes) if not plan and self.bucket_bytes else limit
+                ):
                     plan.append(open_buckets.pop(leaf.dtype)[0])
             plan += [bucket for bucket, _ in open_buckets.values()]
             self._plans = {key: plan}
