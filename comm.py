@@ -73,7 +73,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
 VERSION = 1  # of what travels
 CHUNK = 1 << 18  # bytes; measured best from 64 KB to 1 MB
@@ -259,6 +259,7 @@ def _greet(sock: socket.socket, hello: bytes, secret: bytes) -> None:
         raise PermissionError(f"turned this rank away: {why}")
     nonce, mac = answer[1:17], answer[17:]
     if not hmac.compare_digest(mac, _mac(secret, b"accepts", hello, nonce)):
+        sock.sendall(bytes(32))  # so that the other side knows why, too
         raise PermissionError("is not of this job: wrong secret")
     sock.sendall(_mac(secret, b"connects", hello, nonce))
     if _exactly(sock, 1) != b"\0":
@@ -396,10 +397,11 @@ class Communicator:
         self._pending: list[Handle] = []
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._sockets: list[socket.socket] = []
+        self._ports: list[socket.socket] = []  # of them, those that outlive a failure
         self._lines: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
         self._peers: dict[int, _Peer] = {}
-        self._accusations: list[tuple[int, int, str]] = []
+        self._accusations: dict[tuple[int, int], str] = {}  # (who accuses, whom): why
         self._turned_away: collections.Counter = collections.Counter()
         self._left: set[int] = set()
         self._called: dict[int, dict[int, bytes]] = {}
@@ -439,8 +441,10 @@ class Communicator:
         listeners = [listener] if listener else map(self._listen, self.addresses[self.rank])
         for sock in listeners:
             self._selector.register(self._keep(sock), selectors.EVENT_READ)
+            self._ports.append(sock)
         self._wake, waker = socket.socketpair()
         self._sockets += [self._wake, waker]
+        self._ports += [self._wake, waker]
         self._selector.register(waker, selectors.EVENT_READ, waker)
         self._start(self._watch)
         if self.rank:
@@ -469,13 +473,14 @@ class Communicator:
         return [r for r in range(1, self.size) if r not in there]
 
     def _fail_joining(self, rank: int) -> None:
-        why = f"did not join within {self.patience:g} s"
-        if self._turned_away:
-            who = (f"{host} ({why})" for host, why in self._turned_away)
-            why += f"; rank {self.rank} turned away " + ", ".join(who)
+        why = f"did not join within {self.patience:g} s{self._strangers()}"
         self._accuse(rank, why)
         self._wait(lambda: False, time.monotonic() + 3.0)
         raise self._verdict(rank, why)
+
+    def _strangers(self) -> str:
+        who = ", ".join(f"{host} ({why})" for host, why in self._turned_away)
+        return f"; rank {self.rank} turned away {who}" if who else ""
 
     def _wait(self, condition, end: float) -> None:
         """Until the condition holds or the time has come; raises if the job has failed."""
@@ -487,8 +492,15 @@ class Communicator:
             raise self.error
 
     def _start(self, function, *arguments) -> None:
-        name = f"comm{function.__name__}"
-        thread = threading.Thread(target=function, args=arguments, daemon=True, name=name)
+        def run():
+            try:
+                function(*arguments)
+            except Exception as error:  # nobody else would hear of it
+                if not self._closing:
+                    traceback.print_exc()
+                    self.fail(f"internal error: {error!r}")
+
+        thread = threading.Thread(target=run, daemon=True, name=f"comm{function.__name__}")
         with self._changed:
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             thread.start()
@@ -538,8 +550,8 @@ class Communicator:
                     raise self.error from None
                 if left <= 0:
                     where = f"at {host} port {port} for rank {self.rank} within {self.patience:g} s"
-                    why = error.strerror or str(error)
-                    raise self._verdict(rank, f"no answer {where} ({why})") from None
+                    why = f"no answer {where} ({error.strerror or error}){self._strangers()}"
+                    raise self._verdict(rank, why) from None
                 time.sleep(0.05)
 
     @staticmethod
@@ -559,10 +571,11 @@ class Communicator:
             with self._changed:
                 self._sockets.remove(sock)
             return sock.close()
-        if purpose == CONTROL:
+        if purpose == CONTROL and self.rank == 0:
             return self._add_peer(rank, sock)
         with self._changed:
-            self._arrived[rank, purpose] = sock
+            if purpose == CONTROL or self._arrived.setdefault((rank, purpose), sock) is not sock:
+                sock.close()  # a second process of a rank that is here
             self._changed.notify_all()
 
     # --- who is alive
@@ -595,7 +608,9 @@ class Communicator:
             for key, _ in self._selector.select(min(pause, 0.2)):
                 if isinstance(key.data, _Peer):
                     self._hear(key.data)
-                elif key.data is None:
+                elif key.data:
+                    key.data.recv(4096)
+                else:
                     try:
                         sock, address = key.fileobj.accept()
                     except OSError:
@@ -654,7 +669,7 @@ class Communicator:
         elif kind == GO:
             self._joined = True
         elif kind == ACCUSED:
-            self._accusations.append((peer.rank, about, text.decode()))
+            self._accusations.setdefault((peer.rank, about), text.decode())
         elif kind == FAILED:
             self._verdict(about, text.decode())
         elif kind == LEFT:
@@ -698,7 +713,7 @@ class Communicator:
     def _accuse(self, rank: int, why: str) -> None:
         """Tells rank 0, which decides; see `_decide`."""
         if self.rank == 0:
-            self._accusations.append((0, rank, why))
+            self._accusations.setdefault((0, rank), why)
             self._wake_up()
         else:
             self._tell(0, ACCUSED, rank, text=why.encode())
@@ -714,10 +729,10 @@ class Communicator:
 
         The odd one out complains of its predecessor, and its successor of it.
         """
-        involved = collections.Counter(r for a in self._accusations for r in a[:2])
-        accused = {a[1] for a in self._accusations}
-        culprit = max(accused, key=lambda r: involved[r])
-        self._verdict(culprit, next(why for _, r, why in self._accusations if r == culprit))
+        said = dict(self._accusations)
+        involved = collections.Counter(r for pair in said for r in pair)
+        culprit = max({accused for _, accused in said}, key=lambda r: involved[r])
+        self._verdict(culprit, next(why for (_, r), why in said.items() if r == culprit))
 
     def _suspect(self, peer: int, why: str) -> None:
         """A connection has broken. Who is the cause is known best at rank 0: waits for its word."""
@@ -765,9 +780,9 @@ class Communicator:
             Path(os.environ["COMM_SECRET_FILE"]).with_name("other").touch()  # see `agent`
         for handle in pending:
             handle._finish(self.error)
-        control = [p.sock for p in self._peers.values()]
+        watched = [*self._ports, *(p.sock for p in self._peers.values())]
         for sock in list(self._sockets):
-            if sock not in control and sock not in (self._selector.get_map() or ()):
+            if sock not in watched:
                 _shut(sock)
         return self.error
 
@@ -978,9 +993,6 @@ class _Trunk:
                 loop()
         except OSError as error:
             self.ring._suspect(peer, f"connection lost ({error})")
-        except Exception as error:
-            traceback.print_exc()
-            self.ring.fail(f"internal error: {error!r}")
 
     def send(self) -> None:
         while (item := self.outgoing.get()) is not None:
@@ -1198,9 +1210,13 @@ class Native(Communicator):
                 sequence = HEADER.unpack(header)[0]
                 with self._changed:
                     self._changed.wait_for(
-                        lambda s=sequence: self._proceed >= s or self.error or self._closing
+                        lambda s=sequence: (
+                            self._proceed >= s or self.error or self._closing or self._left
+                        )
                     )
                 if self._proceed < sequence:
+                    if self._left:  # whose last operation all have been told to go on with
+                        self._verdict(min(self._left), "has left the job")
                     continue  # failed: the handle has been told
                 try:
                     box.append(self._run(kind, x, root))
@@ -1274,7 +1290,8 @@ def connect(backend: str = "auto", **options) -> Communicator:
     rank = env.get("MLX_RANK") or env.get("OMPI_COMM_WORLD_RANK") or env.get("PMI_RANK")
     if rank is None:
         return Ring(0, [[("127.0.0.1", 0)]])
-    if env.get("MLX_METAL_FAST_SYNCH") and int(rank) == 0:
+    rank = coerce("the rank of this process", rank, int)
+    if env.get("MLX_METAL_FAST_SYNCH") and rank == 0:
         print("warning: MLX_METAL_FAST_SYNCH is set; it can wedge a GPU until reboot: unset it")
     file = env.get("COMM_HOSTFILE") or (env.get("MLX_HOSTFILE") if chosen == "tcp" else None)
     if chosen == "tcp" and not file:
@@ -1286,12 +1303,12 @@ def connect(backend: str = "auto", **options) -> Communicator:
         addresses = [[_address(a) for a in host] for host in json.loads(text)]
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f'{file}: {error}; wanted [["ip:port", ...] for each rank]') from None
-    if not 0 <= int(rank) < len(addresses):
+    if not 0 <= rank < len(addresses):
         raise UserError(f"got rank {rank} and a hostfile of {len(addresses)} ranks: {file}")
-    if min(map(len, addresses)) != max(map(len, addresses)):
-        raise UserError(f"{file}: wanted as many addresses for each rank")
+    if len(set(map(len, addresses))) > 1 or not addresses[0]:
+        raise UserError(f"{file}: wanted as many addresses for each rank, at least one")
     secret = Path(env["COMM_SECRET_FILE"]).read_bytes() if "COMM_SECRET_FILE" in env else b""
-    arguments = int(rank), addresses, secret, text
+    arguments = rank, addresses, secret, text
     return Ring(*arguments, **options) if chosen == "tcp" else Native(chosen, *arguments, **options)
 
 
@@ -1308,6 +1325,8 @@ def _choose() -> str:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
+    if not 0 < int(port) < 65536:
+        raise ValueError(f"got port {port}")
     return host.strip("[]"), int(port)
 
 
@@ -1414,14 +1433,14 @@ class Overlap:
         if sums:
             self.put(mx.stack([s.astype(mx.float32) for s in sums]))
         reduced = self.collect(begin)
-        out = list(leaves)
+        out = [None] * len(leaves)
         for bucket, flat in zip(plan, reduced, strict=False):
             sizes = [leaves[i][1].size for i in bucket]
             parts = mx.split(flat, np.cumsum(sizes)[:-1].tolist())
             for i, part in zip(bucket, parts, strict=True):
-                out[i] = (leaves[i][0], part.reshape(leaves[i][1].shape))
-        total = tuple(reduced[-1]) if sums else ()
-        return tree_unflatten(out) if leaves else grads, total
+                out[i] = part.reshape(leaves[i][1].shape)
+        in_order = iter(out)  # not by name: names may hold dots, or be numbers
+        return tree_map(lambda _: next(in_order), grads), tuple(reduced[-1]) if sums else ()
 
     def plan(self, leaves: list[tuple[str, mx.array]]) -> list[list[int]]:
         """Indices of `leaves` per bucket: from the last to the first, one dtype each."""

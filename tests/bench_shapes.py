@@ -157,33 +157,41 @@ def one(shape: str, side: str, kind: str, rows: int, length: int) -> None:
     print(json.dumps(found))
 
 
-def bench(shape: str, rows: int = 4, length: int = 1024) -> None:
-    """Prints the table for a shape: base, LoRA and DoRA, of mlx-lm and of this suite."""
+def bench(
+    shape: str, rows: int = 4, length: int = 1024, kinds: str = "dora,base,lora", rounds: int = 1
+) -> None:
+    """Prints the table for a shape: the sides take turns, and give the medians of all rounds."""
     if shape not in SHAPES:
         raise quant.UserError(f"got {shape!r}, wanted one of {', '.join(SHAPES)}")
-    print(
-        f"{shape}, {mx.default_device()}, mlx {mx.__version__}, training {rows} x {length} tokens"
-    )
+    where = f"{mx.default_device()}, mlx {mx.__version__}"
+    print(f"{shape}, {where}, training {rows} x {length} tokens, {rounds} rounds")
     print("| | decode, tokens/s (pipelined) | training, tokens/s | peak GB | loss |")
     print("|---|---|---|---|---|")
-    for side in ("ours", "mlx-lm"):
-        for kind in ("dora", "base", "lora"):
-            code = (
-                f"import bench_shapes as b; b.one({shape!r}, {side!r}, {kind!r}, {rows}, {length})"
-            )
-            command = [sys.executable, "-c", code]
+    for kind in kinds.split(","):
+        found = {"ours": [], "mlx-lm": []}
+        for side in list(found) * rounds:
+            call = f"b.one({shape!r}, {side!r}, {kind!r}, {rows}, {length})"
+            command = [sys.executable, "-c", f"import bench_shapes as b; {call}"]
             done = subprocess.run(
                 command, cwd=Path(__file__).parent, text=True, capture_output=True
             )
             if done.returncode:
-                print(f"| {side} {kind} | failed: {done.stderr.strip().splitlines()[-1]} |")
-                continue
-            f = json.loads(done.stdout.splitlines()[-1])
-            training = "| {train:.0f} | {peak:.1f} | {loss:.4f} |" if "train" in f else "| | | |"
-            alone, piped = f["decode"]
-            print(
-                f"| {side} {kind} | {alone:.1f} ({piped:.1f}) " + training.format(**f), flush=True
-            )
+                raise SystemExit(f"{side} {kind}: {done.stderr}")
+            found[side].append(json.loads(done.stdout.splitlines()[-1]))
+        for side, figures in found.items():
+            alone, piped = (middle([f["decode"][i] for f in figures], 1) for i in (0, 1))
+            training = "| | |"
+            if kind != "base":
+                speed, peak = middle([f["train"] for f in figures]), figures[0]["peak"]
+                training = f"{speed} | {peak:.1f} | {figures[0]['loss']:.4f} |"
+            print(f"| {side} {kind} | {alone} ({piped}) | {training}", flush=True)
+
+
+def middle(figures: list[float], digits: int = 0) -> str:
+    """The median, with the lowest and highest if there are several."""
+    text = f"{statistics.median(figures):.{digits}f}"
+    ends = f" [{min(figures):.{digits}f} to {max(figures):.{digits}f}]"
+    return text + (ends if len(figures) > 1 else "")
 
 
 if __name__ == "__main__":

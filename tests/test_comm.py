@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -42,7 +43,7 @@ import comm
 
 LINUX = sys.platform == "linux"
 FORK = "forkserver" if LINUX else "spawn"  # a fork of a process that has used Metal is lost
-STARTING = threading.Lock()
+STARTING, GIVEN = threading.Lock(), set()
 FLOATS = ("float32", "bfloat16", "float16")
 KINDS = [
     (d, lib) for d in comm.DTYPES for lib in ("numpy", "mlx") if (d, lib) != (FLOATS[1], "numpy")
@@ -177,15 +178,15 @@ def starter():
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, below those the system gives out by itself."""
+    """Ports that nobody listens on, below those the system gives out by itself; none twice."""
     found: list[int] = []
     while len(found) < count:
         port = random.SystemRandom().randrange(10000, 32000)
-        with socket.socket() as sock:
+        with STARTING, socket.socket() as sock, contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                sock.bind(("", port))
-                found += [port] if port not in found else []
+            sock.bind(("", port))
+            found += [port] if port not in GIVEN else []
+            GIVEN.add(port)
     return found
 
 
@@ -243,9 +244,10 @@ def comm_threads() -> list[str]:
 def left_over(me) -> list[str]:
     """The communicator's threads that go on, after a moment to end in."""
     end = time.monotonic() + 5.0
-    while comm_threads() and time.monotonic() < end:
+    excused = {"comm_serve"} if me.backend != "tcp" else set()  # in native code, which has no end
+    while (names := set(comm_threads()) - excused) and time.monotonic() < end:
         time.sleep(0.02)
-    return comm_threads()
+    return sorted(names)
 
 
 # --- Exactness ------------------------------------------------------------------------------------
@@ -600,7 +602,7 @@ def wrong_arrays(me) -> list[str]:
             call()
             said.append(f"{k}: no error")
         except ValueError as error:
-            said += [] if "wanted" in str(error) else [f"{k}: {error}"]
+            said += [] if re.search("wanted|not contiguous", str(error)) else [f"{k}: {error}"]
         except Exception as error:
             said.append(f"{k}: {error!r}")
     same(job.all_reduce(np.ones(3, np.float32)), np.full(3, W, np.float32), "afterwards")
@@ -633,7 +635,9 @@ THOROUGH = [pytest.param(W, True, marks=pytest.mark.slow) for W in (2, 3, 4)]
 def interface(me, thorough: bool) -> str:
     """What every backend must do; integers that MLX's CPU can sum, all operations, handles."""
     W = me.job.size
-    many_sizes(me, sorted({0, 1, W - 1, W, W + 1, 1023, 70_001}) if thorough else [0, 7], KINDS)
+    if thorough:
+        many_sizes(me, sorted({0, 1, W - 1, W, W + 1, 1023, 70_001}))
+    many_sizes(me, [0, 7], KINDS if thorough else KINDS[::2])
     many_sizes(me, [W - 1, 70_001], [("float32", "mlx"), ("bfloat16", "mlx"), ("int64", "numpy")])
     letters(me, (0, 1, 1023))
     several(me)
@@ -648,7 +652,7 @@ def interface(me, thorough: bool) -> str:
     return me.job.backend
 
 
-@pytest.mark.parametrize("W, thorough", [(2, False), (3, False), *THOROUGH])
+@pytest.mark.parametrize("W, thorough", [(3, False), *THOROUGH])
 def test_the_same_interface_on_mlx_ring(W, thorough, tmp_path):
     said = ranks(W, interface, thorough, backend="ring", folder=tmp_path, seconds=200)
     assert said == ["ring"] * W
@@ -711,7 +715,12 @@ def overlapped(me, sizes, seeds=(1, 2, 3)) -> None:
             for seed in seeds:
                 tokens = mx.array(3 * me.rank + seed, mx.int32)
                 loss = mx.array(0.5 * me.rank)
-                grads, (loss, tokens) = reduce(tree_of(seed, me.rank), loss, tokens)
+                own = tree_of(seed, me.rank)
+                grads, (loss, tokens) = reduce(own, loss, tokens)
+                for (name, x), (_, y) in zip(
+                    tree_flatten(own), tree_flatten(tree_of(seed, me.rank)), strict=True
+                ):
+                    same(x, plain(y), f"{name}, which is the caller's")
                 want = [tree_flatten(tree_of(seed, k)) for k in range(W)]
                 got = tree_flatten(grads)
                 assert [name for name, _ in got] == [name for name, _ in want[0]]
@@ -984,28 +993,32 @@ STRANGERS = {
 
 
 def join_with_stranger(case: tuple[str, int]) -> None:
+    """The others come first, so that the odd one meets them, whoever of them speaks first."""
     kind, odd = case
     changes, why = STRANGERS[kind]
     with Group(3, connect=2.0) as group:
         changes = dict(changes)
         if changes.pop("world", None):
             changes["addresses"] = group.addresses + places(1)
-        group.pipes[odd].send((call_with, (try_to_join, changes)))
         group.begin(try_to_join, ranks=[r for r in range(3) if r != odd])
+        time.sleep(0.7)
+        group.pipes[odd].send((call_with, (try_to_join, changes)))
         said = group.end(30)
     for rank, mine in enumerate(said):
         assert mine["seconds"] < 9 and "\n" not in mine["reason"], said
-        assert why in mine["reason"], f"{case}, rank {rank}: {said}"
-        assert mine["rank"] == odd or rank == odd or odd == 0, f"{case}, rank {rank}: {said}"
+        assert mine["rank"] == odd or rank == odd, f"{case}, rank {rank}: {said}"
+    # a third one may have met neither of the two, and know only that one is missing
+    assert why in said[odd]["reason"], f"{case}: {said}"
+    assert any(why in said[r]["reason"] for r in range(3) if r != odd), f"{case}: {said}"
+    assert odd == 0 or why in said[0]["reason"], f"{case}: {said}"
 
 
 def call_with(me, function, changes: dict):
     return function(me, **changes)
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_a_rank_of_another_job_is_turned_away_and_named(kind):
-    together(join_with_stranger, (kind, 1), (kind, 2), (kind, 0))
+def test_a_rank_of_another_job_is_turned_away_and_named():
+    together(join_with_stranger, *((kind, odd) for kind in STRANGERS for odd in range(3)))
 
 
 def digest(job: str = "test") -> bytes:
@@ -1054,7 +1067,7 @@ def garbage(draw: random.Random, world: int) -> list[bytes]:
     )
 
 
-def sums_for(me, seconds: float) -> tuple[int, int, int]:
+def sums_for(me, seconds: float, leak: bool = False) -> tuple[int, int, int]:
     """Checked sums for so long; how many, and open files at first and at the end."""
     job, W, end, count = me.job, me.job.size, time.monotonic() + seconds, 0
     begun = open_files()
@@ -1064,7 +1077,7 @@ def sums_for(me, seconds: float) -> tuple[int, int, int]:
         same(got, sum(whole("float32", n, count, k) for k in range(W)), f"sum {count}")
         count += 1
     patience = time.monotonic() + 7.0  # strangers that say nothing are given five seconds
-    while open_files() > begun and time.monotonic() < patience:
+    while leak and open_files() > begun and time.monotonic() < patience:
         time.sleep(0.1)
     job.barrier()
     return count, begun, open_files()
@@ -1093,23 +1106,22 @@ def test_garbage_before_during_and_after_joining_changes_nothing():
             thread.start()
         try:
             time.sleep(0.3)
-            group.begin(sums_for, 3.0)
-            time.sleep(4.0)
+            group.begin(sums_for, 2.0, True)
+            time.sleep(3.0)
         finally:
             stop.set()
-        for thread in throwers:
-            thread.join()
+        for end in [*throwers, *silent]:
+            end.join() if isinstance(end, threading.Thread) else end.close()
         for count, before, after in group.end(60):
             assert count > 10
             # strangers that were there at first may have gone; none has stayed
             assert after <= before, f"{before} files open, then {after}"
-        for sock in silent:
-            sock.close()
 
 
-def test_a_client_that_says_nothing_holds_nobody_up():
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(7.0, marks=pytest.mark.slow)])
+def test_a_client_that_says_nothing_holds_nobody_up(seconds):
     with Group(3) as group, contextlib.ExitStack() as stack:
-        group.begin(try_to_join, ranks=[0])
+        group.begin(sums_for, seconds, ranks=[0])
         for _ in range(20):
             while True:
                 try:
@@ -1119,9 +1131,13 @@ def test_a_client_that_says_nothing_holds_nobody_up():
                     time.sleep(0.02)
             stack.enter_context(sock)
         begin = time.monotonic()
-        group.begin(try_to_join, ranks=[1, 2])
-        assert group.end(30) == [7, 7, 7]
-        assert time.monotonic() - begin < 4.0, "waited for the silent ones"
+        group.begin(sums_for, seconds, ranks=[1, 2])
+        for count, before, after in group.end(30):
+            assert count > 5 and after <= before
+        assert time.monotonic() - begin < seconds + 4.0, "waited for the silent ones"
+        if seconds > 5:  # by now they have been given up
+            sock.settimeout(1.0)
+            assert sock.recv(1) == b""
 
 
 class Tap:
@@ -1166,8 +1182,8 @@ def test_a_recorded_handshake_is_worth_nothing():
         tap = Tap(group.addresses[0][0])
         seen = [[tap.address], group.addresses[1]]
         group.pipes[1].send((call_with, (sums_through, {"addresses": seen})))
-        group.begin(sums_for, 1.5, ranks=[0])
-        time.sleep(0.7)
+        group.begin(sums_for, 1.0, ranks=[0])
+        time.sleep(0.5)
         size = comm.HELLO.size + 32
         records = [bytes(h[:size]) for h in tap.heard if len(h) >= size]
         assert len(records) >= 2, "control and trunk"
@@ -1178,7 +1194,7 @@ def test_a_recorded_handshake_is_worth_nothing():
             assert answer[49:50] in (b"\4", b""), answer
         group.end(30)
     with Group(2) as group:  # and in the next job of the same name and secret
-        group.begin(sums_for, 1.0)
+        group.begin(sums_for, 0.6)
         for record in records:
             for _ in range(40):
                 if answer := poke(group.addresses[0][0], record):
@@ -1191,7 +1207,7 @@ def test_a_recorded_handshake_is_worth_nothing():
 
 def sums_through(me, addresses: list) -> tuple:
     me.addresses = addresses
-    return sums_for(me, 1.5)
+    return sums_for(me, 1.0)
 
 
 def claim(address, rank: int, purpose: int, world: int) -> socket.socket:
@@ -1201,23 +1217,29 @@ def claim(address, rank: int, purpose: int, world: int) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("purpose", [comm.CONTROL, 0])
-def test_a_second_process_of_a_connected_rank_changes_nothing(purpose):
+def claims_of_others(purpose: int) -> None:
+    """To each rank come connections of all others once more; half of them end at once."""
     with Group(3) as group:
         group.begin(sums_for, 1.5)
-        time.sleep(0.7)
-        claims = [claim(group.addresses[(k + 1) % 3][0], k, purpose, 3) for k in range(3)]
-        claims += [claim(group.addresses[0][0], 2, purpose, 3), *claims]
-        for sock in claims:
-            with contextlib.suppress(OSError):
+        time.sleep(0.6)
+        pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+        for left, (a, b) in [*enumerate(pairs), *enumerate(pairs, 1)]:
+            with contextlib.suppress(OSError):  # it may be turned away
+                sock = claim(group.addresses[a][0], b, purpose, 3)
                 sock.sendall(b"\xff" * 1000)
+                if left % 2:
+                    sock.close()
         for count, _, _ in group.end(30):
             assert count > 5
 
 
+def test_a_second_process_of_a_connected_rank_changes_nothing():
+    together(claims_of_others, comm.CONTROL, 0, 1)
+
+
 def test_a_rank_started_twice_is_told_and_the_first_goes_on():
     with Group(2) as group, Group(2, ranks=[1], connect=3.0) as other:
-        group.begin(sums_for, 4.0)
+        group.begin(sums_for, 1.8)
         time.sleep(0.7)
         other.pipes[1].send((call_with, (started_twice, {"addresses": group.addresses})))
         (said,) = other.end(30)
@@ -1243,12 +1265,12 @@ def test_a_taken_port_is_named():
 
 def test_ranks_started_seconds_apart_join_in_any_order():
     with Group(3) as first, Group(3) as second:
-        first.pipes[0].send((call_with, (try_to_join, {})))
-        second.pipes[2].send((call_with, (try_to_join, {})))
-        time.sleep(1.0)
+        first.begin(try_to_join, ranks=[0])
+        second.begin(try_to_join, ranks=[2])
+        time.sleep(0.6)
         first.begin(try_to_join, ranks=[1])
         second.begin(try_to_join, ranks=[1])
-        time.sleep(1.5)
+        time.sleep(1.1)
         first.begin(try_to_join, ranks=[2])
         second.begin(try_to_join, ranks=[0])
         assert first.end(30) == second.end(30) == [7, 7, 7]
@@ -1266,8 +1288,8 @@ def test_a_rank_that_never_starts_is_named_by_all():
     together(join_without, (2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 3))
 
 
-@pytest.mark.parametrize("odd, of", [(0, 1), (1, 2), (2, 0)])
-def test_one_wrong_address_is_named_with_the_pair(odd, of):
+def join_with_wrong_address(case: tuple[int, int]) -> None:
+    odd, of = case
     with Group(3, connect=1.5) as group:
         addresses = [list(host) for host in group.addresses]
         wrong = places(1)[0][0]
@@ -1275,13 +1297,17 @@ def test_one_wrong_address_is_named_with_the_pair(odd, of):
         group.pipes[odd].send((call_with, (try_to_join, {"addresses": addresses})))
         group.begin(try_to_join, ranks=[r for r in range(3) if r != odd])
         said = group.end(30)
-    assert said[odd]["rank"] == of
     where = f"no answer at 127.0.0.1 port {wrong[1]} for rank {odd} within 1.5 s"
-    assert said[odd]["reason"].startswith(where), said
-    for k in range(3):
-        assert said[k]["seconds"] < 9, said
-        if odd != 2:  # a rank that cannot reach rank 0 can tell nobody
-            assert said[k]["rank"] == of and said[k]["reason"].startswith(where), said
+    for rank, mine in enumerate(said):
+        assert mine["seconds"] < 9, said
+        if of or rank == odd:
+            assert mine["rank"] == of and mine["reason"].startswith(where), (case, said)
+        else:  # one that cannot reach rank 0 can tell nobody
+            assert mine["rank"] == odd and "did not join" in mine["reason"], (case, said)
+
+
+def test_one_wrong_address_is_named_with_the_pair():
+    together(join_with_wrong_address, (0, 1), (1, 2), (2, 0))
 
 
 # --- What goes wrong under way --------------------------------------------------------------------
@@ -1330,7 +1356,7 @@ FAULTS = {
     "stopped": (lambda job, x: soon(signal.SIGSTOP), usual, ["no sign of life for 3 s"]),
     "raises": (raising, usual, ["ValueError: the data ran out at row 17"]),
     "leaves": (lambda job, x: job.close(), usual, ["has left the job"]),
-    "sleeps": (sleepy, usual, ["has not called operation", "for 2.5 s"]),
+    "sleeps": (sleepy, usual, ["has not called operation", "for 1.5 s"]),
     "size": (
         lambda job, x: usual(job, x[:-1]),
         usual,
@@ -1355,6 +1381,7 @@ FAULTS = {
 }
 SILENT = ("killed", "exits", "stopped")
 DIFFER = ("size", "dtype", "operation", "order", "root")
+SWIFT = ("killed", "exits", "raises", *DIFFER)
 
 
 def suffer(me, kind: str, faulty: int) -> dict:
@@ -1419,7 +1446,7 @@ def after_failure(me, error, x) -> list[str]:
 
 def one_fault(case: tuple, **how) -> None:
     kind, W, faulty = case
-    options = {"silence": 3.0, "deadline": 2.5 if kind == "sleeps" else 20.0}
+    options = {"silence": 3.0, "deadline": 1.5 if kind == "sleeps" else 20.0}
     with Group(W, **options, **how) as group:
         group.begin(suffer, kind, faulty)
         there = [r for r in range(W) if kind not in SILENT or r != faulty]
@@ -1437,9 +1464,10 @@ def one_fault(case: tuple, **how) -> None:
     assert len({mine["rank"] for mine in said}) == 1, f"{case}: not the same rank: {said}"
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_ends_every_call_of_every_rank_with_the_same_error(kind):
-    together(one_fault, *((kind, 3, faulty) for faulty in range(3)), (kind, 2, 0), (kind, 2, 1))
+@pytest.mark.parametrize("kinds", [("stopped", "sleeps", "leaves"), *((k,) for k in SWIFT)])
+def test_a_fault_ends_every_call_of_every_rank_with_the_same_error(kinds):
+    places = (3, 0), (3, 1), (3, 2), (2, 0), (2, 1)
+    together(one_fault, *((kind, *place) for kind in kinds for place in places))
 
 
 @pytest.mark.slow
@@ -1448,21 +1476,16 @@ def test_a_fault_among_four_ranks_with_two_trunks(kind):
     together(lambda case: one_fault(case, trunks=2), *((kind, 4, faulty) for faulty in range(4)))
 
 
-@pytest.mark.parametrize("kind", ["killed", "stopped", "size"])
-def test_a_fault_ends_every_rank_of_mlx_ring(kind, tmp_path):
-    def work(case):
-        one_fault(case, backend="ring", folder=tmp_path)
-
-    together(work, *((kind, 3, faulty) for faulty in range(3)))
+@pytest.mark.parametrize("kind, W, faulty", [("killed", 3, 0), ("stopped", 2, 1), ("size", 3, 1)])
+def test_a_fault_ends_every_rank_of_mlx_ring(kind, W, faulty, tmp_path):
+    one_fault((kind, W, faulty), backend="ring", folder=tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [k for k in FAULTS if k not in ("killed", "stopped", "size")])
-def test_other_faults_end_every_rank_of_mlx_ring(kind, tmp_path):
-    def work(case):
+@pytest.mark.parametrize("kind", FAULTS)
+def test_any_fault_ends_every_rank_of_mlx_ring(kind, tmp_path):
+    for case in ((kind, 2, 0), *((kind, 3, faulty) for faulty in range(3))):
         one_fault(case, backend="ring", folder=tmp_path)
-
-    together(work, (kind, 2, 0), *((kind, 3, faulty) for faulty in range(3)))
 
 
 def letter_fault(me, how: str) -> dict | None:
@@ -1486,7 +1509,7 @@ def letter_fault(me, how: str) -> dict | None:
 
 def test_letters_that_do_not_fit_or_never_come():
     def work(how):
-        with Group(3, deadline=2.5) as group:
+        with Group(3, deadline=1.5) as group:
             group.begin(letter_fault, how)
             for said in group.end(40, [0, 2] if how == "killed" else None):
                 assert said["rank"] == 1, (how, said)
@@ -1785,8 +1808,8 @@ sys.path.insert(0, ROOT)
 import comm, mlx.core as mx
 with comm.connect() as job:
     x = job.all_reduce(mx.full((1000,), job.rank + 1.0))
-    name = f"{FOLDER}/{job.rank} of {job.size} {job.backend} {x[0].item()} {x[999].item()}"
-    open(name, "w").close()
+    name = f"{job.rank} of {job.size} {job.backend} {x[0].item()} {x[999].item()}"
+    open(OUT + "/" + name, "w").close()
 """
 
 
@@ -1796,7 +1819,9 @@ def test_mlx_launch_starts_scripts_that_use_our_ring(tmp_path):
         pytest.skip("no mlx.launch beside this Python")
     script, folder = tmp_path / "script.py", tmp_path / "out"
     folder.mkdir()
-    script.write_text(SCRIPT.replace("ROOT", repr(str(HERE.parent))).replace("FOLDER", str(folder)))
+    script.write_text(
+        SCRIPT.replace("ROOT", repr(str(HERE.parent))).replace("OUT", repr(str(folder)))
+    )
     port = free_ports(1)[0]
     command = [launcher, "-n", "3", "--backend", "ring", "--starting-port", str(port)]
     command += [sys.executable, script]
