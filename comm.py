@@ -43,6 +43,7 @@ are turned away and change nothing. Payload is neither encrypted nor signed: a t
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import difflib
 import errno
 import faulthandler
@@ -472,10 +473,12 @@ class Communicator:
         there = {r for r, peer in self._peers.items() if peer.ready}
         return [r for r in range(1, self.size) if r not in there]
 
-    def _fail_joining(self, rank: int) -> None:
-        why = f"did not join within {self.patience:g} s{self._strangers()}"
-        self._accuse(rank, why)
-        self._wait(lambda: False, time.monotonic() + 3.0)
+    def _fail_joining(self, rank: int, why: str = "did not join") -> None:
+        """Raises, with rank 0's word on it if there is one: it may know of strangers."""
+        why = f"{why} within {self.patience:g} s{self._strangers()}"
+        if self._peers:
+            self._accuse(rank, why)
+            self._wait(lambda: False, time.monotonic() + 3.0)
         raise self._verdict(rank, why)
 
     def _strangers(self) -> str:
@@ -549,9 +552,9 @@ class Communicator:
                 if self.error:
                     raise self.error from None
                 if left <= 0:
-                    where = f"at {host} port {port} for rank {self.rank} within {self.patience:g} s"
-                    why = f"no answer {where} ({error.strerror or error}){self._strangers()}"
-                    raise self._verdict(rank, why) from None
+                    why = error.strerror or error
+                    why = f"no answer at {host} port {port} for rank {self.rank} ({why})"
+                    self._fail_joining(rank, why)
                 time.sleep(0.05)
 
     @staticmethod
@@ -727,12 +730,13 @@ class Communicator:
     def _decide(self) -> None:
         """Rank 0: of neighbours that contradict each other, blames the one that two complain of.
 
-        The odd one out complains of its predecessor, and its successor of it.
+        The odd one out complains of its predecessor, and its successor of it; of two, the first.
         """
         said = dict(self._accusations)
         involved = collections.Counter(r for pair in said for r in pair)
-        culprit = max({accused for _, accused in said}, key=lambda r: involved[r])
-        self._verdict(culprit, next(why for (_, r), why in said.items() if r == culprit))
+        culprit = max((accused for _, accused in said), key=lambda r: involved[r])
+        by, why = next((by, why) for (by, r), why in said.items() if r == culprit)
+        self._verdict(culprit, why + ("" if self._joined or not by else self._strangers()))
 
     def _suspect(self, peer: int, why: str) -> None:
         """A connection has broken. Who is the cause is known best at rank 0: waits for its word."""
@@ -777,7 +781,8 @@ class Communicator:
             self._changed.notify_all()
         self._tell_all(FAILED, rank, text=reason.encode())
         if rank != self.rank and "COMM_SECRET_FILE" in os.environ:
-            Path(os.environ["COMM_SECRET_FILE"]).with_name("other").touch()  # see `agent`
+            with contextlib.suppress(OSError):
+                Path(os.environ["COMM_SECRET_FILE"]).with_name("other").touch()  # see `agent`
         for handle in pending:
             handle._finish(self.error)
         watched = [*self._ports, *(p.sock for p in self._peers.values())]
@@ -1105,8 +1110,10 @@ class Ring(Communicator):
     def _open(self) -> None:
         trunks = range(len(self.addresses[0]))
         outs = [self._reach(self.next, k) for k in trunks]
-        self._wait(lambda: all((self.previous, k) in self._arrived for k in trunks), self._end)
-        ins = [self._arrived.get((self.previous, k)) for k in trunks]
+        there = [(self.previous, k) for k in trunks]
+        # half a second more: whoever could not reach another knows why
+        self._wait(lambda: all(t in self._arrived for t in there), self._end + 0.5)
+        ins = [self._arrived.get(t) for t in there]
         if None in ins:
             self._fail_joining(self.previous)
         self._trunks = [_Trunk(self, k, outs[k], ins[k]) for k in trunks]
@@ -1680,9 +1687,11 @@ def agent():
     def copy(stream, to):  # only the agent holds what ssh waits for, not what the rank leaves
         try:
             while data := os.read(stream.fileno(), 65536):
+                writing.add(to)
                 os.write(to, data)
+                writing.discard(to)
         except OSError:
-            pass  # the launcher is gone, and `listen` knows
+            writing.discard(to)  # the launcher is gone, and `listen` knows
 
     def strays():
         for name in os.listdir("/proc") if os.path.exists("/proc/self/stat") else ():
@@ -1706,6 +1715,7 @@ def agent():
     for which in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(which, lambda *_: end(signal.SIGKILL))
     threading.Thread(target=listen, daemon=True).start()
+    writing = set()
     copies = [
         threading.Thread(target=copy, args=copied, daemon=True)
         for copied in ((child.stdout, 1), (child.stderr, 2))
@@ -1718,12 +1728,20 @@ def agent():
         for pid in left:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    for thread in copies:
-        thread.join(2.0)
+    quiet = time.monotonic()
+    while any(c.is_alive() for c in copies) and time.monotonic() < quiet + 2.0:
+        time.sleep(0.02)  # as long as a slow reader takes, but not for a pipe that others hold
+        quiet = time.monotonic() if writing else quiet
     if status and os.path.exists(os.path.join(folder, "other")):
         time.sleep(2.0)  # another rank is at fault: its exit status shall be the first
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(status if status >= 0 else 128 - status)
+
+
+@functools.cache
+def _agent_source() -> str:
+    """Read once: by the time of a restart somebody may be editing this file."""
+    return inspect.getsource(agent) + "\nagent()\n"
 
 
 class _Process:
@@ -1742,8 +1760,7 @@ class _Process:
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
-        source = inspect.getsource(agent) + "\nagent()\n"
-        self.tell(f"{source!r}\n{json.dumps(job)}")
+        self.tell(f"{_agent_source()!r}\n{json.dumps(job)}")
         streams = (self.process.stdout, False), (self.process.stderr, True)
         self.relays = [
             threading.Thread(target=out, args=(self, *stream), daemon=True) for stream in streams
@@ -1772,8 +1789,10 @@ class _Process:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
-        for relay in self.relays:
-            relay.join(2.0)
+        quiet = time.monotonic()
+        while any(r.is_alive() for r in self.relays) and time.monotonic() < quiet + 2.0:
+            time.sleep(0.02)
+            quiet = time.monotonic() if PRINTING.locked() else quiet
         return status
 
 

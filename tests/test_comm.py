@@ -1297,7 +1297,7 @@ def join_with_wrong_address(case: tuple[int, int]) -> None:
         group.pipes[odd].send((call_with, (try_to_join, {"addresses": addresses})))
         group.begin(try_to_join, ranks=[r for r in range(3) if r != odd])
         said = group.end(30)
-    where = f"no answer at 127.0.0.1 port {wrong[1]} for rank {odd} within 1.5 s"
+    where = f"no answer at 127.0.0.1 port {wrong[1]} for rank {odd} "
     for rank, mine in enumerate(said):
         assert mine["seconds"] < 9, said
         if of or rank == odd:
