@@ -131,12 +131,15 @@ def parse(function: typing.Callable, argv: list[str]) -> dict:
             values["command"] = words
             break
         if not word.startswith("--"):
-            name = next((n for n in free if n not in values), None)
+            name = next((n for n in free if n not in values or hints[n] == list[str]), None)
             if name is None:
                 raise UserError(
                     f"unexpected argument {word!r}; flags: --{', --'.join(names).replace('_', '-')}"
                 )
-            values[name] = coerce(name, word, hints[name])
+            if hints[name] == list[str]:  # a last argument takes all the words there are
+                values.setdefault(name, []).append(word)
+            else:
+                values[name] = coerce(name, word, hints[name])
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -394,7 +397,7 @@ class Communicator:
         self._job = hashlib.sha256(f"{self.backend} {job}".encode()).digest()[:16]
         self._begun = self._progress = 0
         self._order, self._changed = threading.Lock(), threading.Condition()
-        self._telling, self._talking = threading.Lock(), threading.Lock()
+        self._telling, self._talking = threading.RLock(), threading.Lock()
         self._pending: list[Handle] = []
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._sockets: list[socket.socket] = []
@@ -441,6 +444,7 @@ class Communicator:
         self._end = time.monotonic() + self.patience
         listeners = [listener] if listener else map(self._listen, self.addresses[self.rank])
         for sock in listeners:
+            sock.setblocking(False)  # who has knocked may be gone before he is let in
             self._selector.register(self._keep(sock), selectors.EVENT_READ)
             self._ports.append(sock)
         self._wake, waker = socket.socketpair()
@@ -478,7 +482,6 @@ class Communicator:
         why = f"{why} within {self.patience:g} s{self._strangers()}"
         if self._peers:
             self._accuse(rank, why)
-            self._wait(lambda: False, time.monotonic() + 3.0)
         raise self._verdict(rank, why)
 
     def _strangers(self) -> str:
@@ -630,7 +633,8 @@ class Communicator:
                 beaten = now
                 busy = any(not h.done() for h in self._pending)
                 self._tell_all(ALIVE, busy, self._begun, self._progress)
-                if self.rank == 0 and self._joined and not self.error:
+                judges = self.rank == 0 or self._peers and self._peers[0].left
+                if judges and self._joined and not self.error:
                     self._judge(now, busy)
 
     def _check_silence(self, now: float) -> None:
@@ -695,7 +699,9 @@ class Communicator:
         peer.busy, peer.begun, peer.progress = busy, begun, progress
 
     def _judge(self, now: float, busy: bool) -> None:
-        """Rank 0: blames whoever keeps an operation waiting for longer than the deadline."""
+        """Rank 0, or each by itself if that has left: blames whoever keeps an operation waiting
+        for longer than the deadline.
+        """
         self._note(self._me, busy, self._begun, self._progress)
         ranks = [self._me, *(p for p in self._peers.values() if not p.left)]
         stuck = [p for p in ranks if p.busy and now - p.moved > self.deadline]
@@ -714,12 +720,16 @@ class Communicator:
     # --- who is to blame
 
     def _accuse(self, rank: int, why: str) -> None:
-        """Tells rank 0, which decides; see `_decide`."""
+        """Tells rank 0, which decides (see `_decide`); if nothing comes from it, this rank does."""
         if self.rank == 0:
             self._accusations.setdefault((0, rank), why)
             self._wake_up()
         else:
             self._tell(0, ACCUSED, rank, text=why.encode())
+        with self._changed:
+            self._changed.wait_for(lambda: self.error or self._closing, 3.0)
+        if not self._closing:
+            self._verdict(rank, why)
 
     def _wake_up(self) -> None:
         try:
@@ -744,13 +754,7 @@ class Communicator:
             told = self._changed.wait_for(lambda: self.error or self._closing or self._left, 1.0)
         if told and not self._left:
             return
-        rank = min(self._left, default=peer)
-        why = "has left the job" if self._left else why
-        self._accuse(rank, why)
-        with self._changed:
-            told = self._changed.wait_for(lambda: self.error or self._closing, 3.0)
-        if not told:
-            self._verdict(rank, why)
+        self._accuse(min(self._left, default=peer), "has left the job" if self._left else why)
 
     def _agree(self, rank: int, sequence: int, header: bytes) -> None:
         """Rank 0, for MLX's backends: when all have called the same, tells all to go on."""
@@ -773,13 +777,14 @@ class Communicator:
 
     def _verdict(self, rank: int, reason: str) -> CommError:
         """The job has failed: every call of every rank raises this from now on."""
-        with self._changed:
-            if self.error:
-                return self.error
-            self.error = CommError(rank, self.host(rank), reason)
-            pending, self._pending = self._pending, []
-            self._changed.notify_all()
-        self._tell_all(FAILED, rank, text=reason.encode())
+        with self._telling:  # so that `close`, which it wakes, says LEFT after FAILED
+            with self._changed:
+                if self.error:
+                    return self.error
+                self.error = CommError(rank, self.host(rank), reason)
+                pending, self._pending = self._pending, []
+                self._changed.notify_all()
+            self._tell_all(FAILED, rank, text=reason.encode())
         if rank != self.rank and "COMM_SECRET_FILE" in os.environ:
             with contextlib.suppress(OSError):
                 Path(os.environ["COMM_SECRET_FILE"]).with_name("other").touch()  # see `agent`
@@ -1797,7 +1802,9 @@ class _Process:
 
 
 def _relay(process: _Process, stream, errors: bool) -> None:
-    """Rank 0's output as it is, every other rank's by lines with its name before them."""
+    """Rank 0's output as it is, every other rank's by lines with its name before them, and not
+    in the middle of a line of rank 0 that is just being written.
+    """
     to = (sys.stderr if errors else sys.stdout).buffer
     name = f"[rank {process.rank} {process.host.ssh}] ".encode()
     read = (
@@ -1805,14 +1812,19 @@ def _relay(process: _Process, stream, errors: bool) -> None:
     )
     try:
         while data := read():
+            while process.rank and time.monotonic() < OPEN_LINES.get(errors, 0.0):
+                time.sleep(0.01)
             with PRINTING:
                 to.write(data if not process.rank else name + data.rstrip(b"\n") + b"\n")
                 to.flush()
+            if not process.rank:
+                OPEN_LINES[errors] = 0.0 if data.endswith(b"\n") else time.monotonic() + 0.1
     except BrokenPipeError:
         os._exit(141)  # nobody reads any more; the agents end their ranks
 
 
 PRINTING = threading.Lock()
+OPEN_LINES: dict[bool, float] = {}  # until when the end of a line of rank 0 is waited for
 HANDED_ON = ("COMM_CONNECT", "COMM_SILENCE", "COMM_DEADLINE")  # to remote ranks, too
 
 

@@ -41,11 +41,12 @@ import json
 import math
 import operator
 import os
+import re
 import sys
 import time
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -106,12 +107,15 @@ def parse(function: typing.Callable, argv: list[str]) -> dict:
             values["command"] = words
             break
         if not word.startswith("--"):
-            name = next((n for n in free if n not in values), None)
+            name = next((n for n in free if n not in values or hints[n] == list[str]), None)
             if name is None:
                 raise UserError(
                     f"unexpected argument {word!r}; flags: --{', --'.join(names).replace('_', '-')}"
                 )
-            values[name] = coerce(name, word, hints[name])
+            if hints[name] == list[str]:  # a last argument takes all the words there are
+                values.setdefault(name, []).append(word)
+            else:
+                values[name] = coerce(name, word, hints[name])
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -779,11 +783,15 @@ def adapt(
 
 
 def wrap(model: nn.Module, paths: list[str], rank, scale, dropout, kind) -> None:
-    """Replaces the layers at `paths` by adapted ones; checks all of them before it changes any."""
+    """Replaces the layers at `paths` by adapted ones; checks all of them before it changes any.
+
+    `rank` and `scale` are one number each, or {path: number}.
+    """
     if kind not in KINDS:
         raise UserError(f"kind: got {kind!r}, wanted {' or '.join(KINDS)}")
-    if not 1 <= rank:
-        raise UserError(f"rank: got {rank}, wanted at least 1")
+    ranks, scales = (v if isinstance(v, dict) else dict.fromkeys(paths, v) for v in (rank, scale))
+    if paths and min(ranks.values()) < 1:
+        raise UserError(f"rank: got {min(ranks.values())}, wanted at least 1")
     if not 0 <= dropout < 1:
         raise UserError(f"dropout: got {dropout}, wanted 0 <= dropout < 1")
     layers = dict(model.named_modules())
@@ -792,7 +800,7 @@ def wrap(model: nn.Module, paths: list[str], rank, scale, dropout, kind) -> None
     if not paths:
         raise UserError("no linear layer to adapt in this model")
     model.freeze()
-    new = {p: AdaptedLinear(layers[p], rank, scale, dropout, kind) for p in paths}
+    new = {p: AdaptedLinear(layers[p], ranks[p], scales[p], dropout, kind) for p in paths}
     for path, layer in new.items():
         put(model, path, layer.train(model.training))
 
@@ -829,14 +837,14 @@ def fingerprint(config: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def sketch(model: nn.Module, paths: list[str]) -> np.ndarray:
-    """W[:4] v for a fixed random v, at every path: (layers, 4) float32 that tell two bases apart.
+def sketch(layers: Iterable[nn.Module]) -> np.ndarray:
+    """W[:4] v of each layer for a fixed random v: (layers, 4) float32 that tell two bases apart.
 
     The same weights packed differently give nearly the same numbers, other weights give others.
     """
-    layers, found = dict(model.named_modules()), []
-    for path in paths:
-        layer = getattr(layers[path], "linear", layers[path])
+    found = []
+    for layer in layers:
+        layer = getattr(layer, "linear", layer)
         W = dense([t[:4] for t in tensors(layer)], packing(layer), mx.float32)
         v = np.random.RandomState(0).standard_normal(W.shape[1]).astype(np.float32)
         found.append(np.pad(np.array(W @ mx.array(v)), (0, 4 - W.shape[0])))
@@ -850,44 +858,72 @@ def save_adapter(
 
     Without adapted layers it writes whatever is trainable, as kind "full".
     """
-    layers, blocks = dict(sorted(adapted(model).items())), block_prefixes(model)
+    layers = dict(sorted(adapted(model).items()))
     weights = {f"{p}.{k}": m[k] for p, m in layers.items() for k in LEAVES if k in m}
     weights = weights or dict(tree_flatten(model.trainable_parameters()))
-    kind, parameters = "full", {"rank": None, "scale": None, "dropout": 0.0, "keys": None}
+    kind, parameters, more = "full", {"rank": None, "scale": None}, {}
+    scales = {p: m.scale for p, m in layers.items()}
     for layer in layers.values():
-        kind, rank = layer.kind, layer.lora_a.shape[1]
-        parameters = {"rank": rank, "scale": layer.scale, "dropout": layer.rate}
+        kind, parameters["dropout"] = layer.kind, layer.rate
+    parameters["rank"] = common(m.lora_a.shape[1] for m in layers.values())
+    parameters["scale"] = common(scales.values())
+    if layers:
+        numbers = np.round(sketch(layers.values()).astype(np.float64), 7)
+        more["sketch"] = numbers.tolist()
+        more["packing"] = [packing(m.linear) for m in layers.values()]
+        if parameters["scale"] is None:
+            more["scales"] = scales
+    write_adapter(folder, model, weights, kind, parameters, base, config, more)
+
+
+def write_adapter(
+    folder: Path,
+    model: nn.Module,
+    weights: dict[str, mx.array],
+    kind: str,
+    parameters: dict,
+    base: str = "",
+    config: dict | None = None,
+    more: dict | None = None,
+) -> None:
+    """`save_adapter` for tensors that are not on the model.
+
+    `parameters` are rank, scale and dropout; `more` is metadata.
+    """
+    blocks, paths = block_prefixes(model), {n.rpartition(".")[0] for n in weights}
 
     def relative(path):
         return next((path[len(b) + 1 :] for b in blocks if path.startswith(b + ".")), path)
 
-    if layers:
-        parameters["keys"] = sorted({relative(p) for p in layers})
+    parameters = {"dropout": 0.0, "keys": None} | parameters
+    if kind != "full":
+        parameters["keys"] = sorted({relative(p) for p in paths})
     first = [i for i, b in enumerate(blocks) if any(n.startswith(b + ".") for n in weights)]
     num_layers = len(blocks) - min(first, default=0)
     metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "kind": kind}
-    metadata |= {k: json.dumps(v) for k, v in parameters.items()}
-    metadata |= {
-        "num_layers": str(num_layers),
-        "fingerprint": fingerprint(config) if config else "",
-    }
-    if layers:
-        numbers = np.round(sketch(model, list(layers)).astype(np.float64), 7)
-        metadata["sketch"] = json.dumps(numbers.tolist())
-        metadata["packing"] = json.dumps([packing(m.linear) for m in layers.values()])
+    metadata |= {k: json.dumps(v) for k, v in (parameters | (more or {})).items()}
+    metadata["num_layers"] = str(num_layers)
+    metadata["fingerprint"] = fingerprint(config) if config else ""
     mx.save_safetensors(str(Path(folder) / "adapters.safetensors"), weights, metadata)
     settings = {"fine_tune_type": kind, "num_layers": num_layers, "model": str(base)}
-    if layers:
+    if kind != "full":
         settings["lora_parameters"] = parameters
     (Path(folder) / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def common(values):
+    """What all of them are, or None where they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
 
 
 def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
     """Tensors and settings of an adapter file, or of the adapters.safetensors in a folder.
 
-    The file's own metadata is enough; without it (mlx-lm's files) adapter_config.json beside it is
-    needed. Settings: kind, rank, scale, dropout, keys, num_layers, base, and, from metadata,
-    fingerprint, packing, sketch.
+    The file's own metadata is enough; without it (files of mlx-lm and PEFT) adapter_config.json
+    beside it is needed. Settings: kind, rank, scale, dropout, keys, num_layers, base, and, from
+    metadata, fingerprint, packing, sketch. Where layers differ in rank or scale those are None;
+    "scales" has the latter by layer.
 
     Raises:
         UserError: missing, damaged, of another format version, or not what its settings say.
@@ -895,7 +931,9 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
     from safetensors import SafetensorError, safe_open
 
     file = Path(path).expanduser()
-    file = file / "adapters.safetensors" if file.is_dir() else file
+    if file.is_dir():
+        both = file / "adapters.safetensors", file / PEFT_FILE
+        file = both[1] if both[1].exists() and not both[0].exists() else both[0]
     if not file.is_file():
         raise UserError(f"{path}: no such adapter; wanted an adapters.safetensors or its folder")
     try:
@@ -911,27 +949,30 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
         try:
             settings = {k: meta[k] for k in ("base", "kind", "fingerprint")}
             wanted = ("rank", "scale", "dropout", "keys", "num_layers")
-            for key in (*wanted, *(k for k in ("packing", "sketch") if k in meta)):
+            for key in (*wanted, *(k for k in ("packing", "sketch", "scales") if k in meta)):
                 settings[key] = json.loads(meta[key])
         except (KeyError, ValueError) as error:
             raise UserError(f"{file}: its metadata is damaged: {error!r}") from None
         if settings["kind"] not in (*KINDS, "full"):
             raise UserError(f"{file}: kind {settings['kind']!r}, wanted dora or lora, or full")
     else:
-        settings = mlx_lm_settings(file)
+        beside = file.parent / "adapter_config.json"
+        if not beside.exists():
+            raise UserError(f"{file}: no mlx-dora metadata in it, no adapter_config.json beside it")
+        try:
+            config = dict(json.loads(beside.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{beside}: wanted one JSON object: {error}") from None
+        if "peft_type" in config:
+            weights, settings = from_peft(file, weights, config)
+        else:
+            settings = mlx_lm_settings(beside, config)
     check_tensors(file, weights, settings)
     return weights, settings
 
 
-def mlx_lm_settings(file: Path) -> dict:
+def mlx_lm_settings(beside: Path, config: dict) -> dict:
     """Settings from the adapter_config.json that mlx-lm writes beside the weights."""
-    beside = file.parent / "adapter_config.json"
-    if not beside.exists():
-        raise UserError(f"{file}: no mlx-dora metadata in it and no adapter_config.json beside it")
-    try:
-        config = dict(json.loads(beside.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{beside}: wanted one JSON object: {error}") from None
     kind, given = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
     if kind not in (*KINDS, "full"):
         raise UserError(f"{beside}: fine_tune_type {kind!r}, wanted {' or '.join(KINDS)}, or full")
@@ -985,6 +1026,24 @@ def load_adapter(
     weights, settings = read_adapter(path)
     if settings["kind"] == "full":
         return load_full(model, path, weights, settings)
+    paths = matching(model, path, weights)
+    if "sketch" in settings and not force:
+        check_base(dict(model.named_modules()), path, paths, settings, config)
+    ranks = {p: weights[f"{p}.lora_a"].shape[-1] for p in paths}
+    scale = settings.get("scales") or settings["scale"]
+    wrap(model, paths, ranks, scale, settings["dropout"], settings["kind"])
+    new = dict(model.named_modules())
+    for name, array in weights.items():
+        p, _, leaf = name.rpartition(".")
+        setattr(new[p], leaf, array.astype(mx.float32))
+    model.eval()
+    if all(changes_nothing(new[p]) for p in paths):
+        print(f"{path}: every lora_b is zero: this adapter changes nothing", file=sys.stderr)
+    return settings
+
+
+def matching(model: nn.Module, path: str, weights: dict[str, mx.array]) -> list[str]:
+    """The layers that an adapter's tensors are of, in order; UserError if this model has others."""
     layers = dict(model.named_modules())
     paths = sorted({name.rpartition(".")[0] for name in weights})
     if lost := [p for p in paths if p not in layers]:
@@ -1002,18 +1061,104 @@ def load_adapter(
                 problems.append(f"  {p}.{leaf}: got {array.shape}, wanted {shape}")
     if problems:
         raise UserError(f"{path}: for another model, shapes differ:\n" + "\n".join(problems))
-    if "sketch" in settings and not force:
-        check_base(model, path, paths, settings, config)
-    R = weights[f"{paths[0]}.lora_a"].shape[-1]
-    wrap(model, paths, R, settings["scale"], settings["dropout"], settings["kind"])
-    new = dict(model.named_modules())
+    return paths
+
+
+PEFT_FILE, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+PEFT_LEAVES = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "m"}
+
+
+def from_peft(file: Path, weights: dict, config: dict) -> tuple[dict[str, mx.array], dict]:
+    """PEFT's tensors and adapter_config.json as ours.
+
+    There A is (R, I) and B (O, R), and the scale is alpha / R, or alpha / √R with use_rslora; both
+    may differ by layer (rank_pattern, alpha_pattern: regular expressions of the end of a path).
+
+    Raises:
+        UserError: names the setting or tensor that has no counterpart here.
+    """
+    fine = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "lora_bias": False}
+    fine |= dict.fromkeys(("modules_to_save", "layer_replication", "megatron_config"))
+    fine |= dict.fromkeys(("target_parameters", "trainable_token_indices", "exclude_modules"))
+    for key, value in fine.items():
+        if config.get(key, value) not in (value, None, [], {}):
+            raise UserError(f"{file}: PEFT's {key} = {config[key]!r} has no counterpart here")
+    found, scales = {}, {}
     for name, array in weights.items():
-        p, _, leaf = name.rpartition(".")
-        setattr(new[p], leaf, array.astype(mx.float32))
-    model.eval()
-    if all(changes_nothing(new[p]) for p in paths):
-        print(f"{path}: every lora_b is zero: this adapter changes nothing", file=sys.stderr)
-    return settings
+        parts = name.removeprefix(PEFT_PREFIX).split(".")
+        at = next((i for i, part in enumerate(parts) if part in PEFT_LEAVES), None)
+        if not name.startswith(PEFT_PREFIX) or not at or parts[at + 1 :] not in ([], ["weight"]):
+            raise UserError(f"{file}: tensor {name} is not of a linear layer's LoRA or DoRA")
+        leaf = PEFT_LEAVES[parts[at]]
+        found[".".join([*parts[:at], leaf])] = array if leaf == "m" else array.T
+    for name, array in found.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "lora_a":
+            R = array.shape[-1]
+            wanted = peft_pattern(config.get("rank_pattern"), path, config.get("r"))
+            if wanted != R:
+                raise UserError(f"{file}: {path} has rank {R}, adapter_config.json says {wanted}")
+            alpha = peft_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha"))
+            if not isinstance(alpha, int | float):
+                raise UserError(f"{file}: lora_alpha of {path}: got {alpha!r}, wanted a number")
+            scales[path] = alpha / (math.sqrt(R) if config.get("use_rslora") else R)
+    ranks = (a.shape[-1] for n, a in found.items() if n.endswith(".lora_a"))
+    settings = {"kind": "dora" if config.get("use_dora") else "lora", "keys": None}
+    settings |= {"base": config.get("base_model_name_or_path") or "", "rank": common(ranks)}
+    settings |= {"scale": common(scales.values()), "dropout": config.get("lora_dropout") or 0.0}
+    return found, settings | {"scales": scales, "num_layers": None, "fingerprint": ""}
+
+
+def peft_pattern(pattern: dict | None, path: str, otherwise):
+    """What rank_pattern or alpha_pattern says of a path."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", path):
+            return value
+    return otherwise
+
+
+def save_peft(folder: Path, weights: dict[str, mx.array], settings: dict) -> None:
+    """Writes an adapter, as `read_adapter` returns it, as a folder that PEFT loads."""
+    paths = sorted({n.rpartition(".")[0] for n in weights})
+    if settings["kind"] == "full":
+        raise UserError("an adapter of kind full holds whole weights; PEFT has no form for it")
+    ranks = {p: weights[f"{p}.lora_a"].shape[-1] for p in paths}
+    scales = settings.get("scales") or dict.fromkeys(paths, settings["scale"])
+    alphas = {p: peft_alpha(scales[p], ranks[p]) for p in paths}
+    R, alpha = (max(d.values(), key=list(d.values()).count) for d in (ranks, alphas))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": settings["base"] or None,
+        "r": R,
+        "lora_alpha": alpha,
+        "lora_dropout": settings["dropout"],
+        "use_dora": settings["kind"] == "dora",
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": paths,
+        "rank_pattern": {p: r for p, r in ranks.items() if r != R},
+        "alpha_pattern": {p: a for p, a in alphas.items() if a != alpha},
+    }
+    back = {v: k for k, v in PEFT_LEAVES.items()}
+    tensors = {}
+    for name, array in weights.items():
+        path, _, leaf = name.rpartition(".")
+        end = "" if leaf == "m" else ".weight"
+        array = array if leaf == "m" else mx.contiguous(array.T)
+        tensors[f"{PEFT_PREFIX}{path}.{back[leaf]}{end}"] = array
+    mx.save_safetensors(str(Path(folder) / PEFT_FILE), tensors, {"format": "pt"})
+    (Path(folder) / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def peft_alpha(scale: float, rank: int) -> float:
+    """The alpha whose quotient by the rank is exactly this scale."""
+    alpha = scale * rank
+    near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
+    alpha = next((a for a in near if a / rank == scale), alpha)
+    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def changes_nothing(layer: AdaptedLinear) -> bool:
@@ -1036,17 +1181,26 @@ def load_full(model: nn.Module, path: str, weights: dict, settings: dict) -> dic
     return settings
 
 
-def check_base(model, path: str, paths: list[str], settings: dict, config: dict | None) -> None:
-    """Compares the base an adapter was trained on with the one at hand."""
+def check_base(layers: dict, path: str, paths: list[str], settings: dict, config: dict | None):
+    """Compares the base an adapter was trained on with the one at hand.
+
+    Args:
+        layers: of the base by path; all of them, or some.
+        paths: all layers of the adapter, in order, as `matching` gives them.
+
+    Raises:
+        UserError: other weights, or another config. The same packed differently is a warning.
+    """
     base = f"the base it was trained on ({settings['base'] or 'unnamed'})"
     if config and settings["fingerprint"] not in ("", fingerprint(config)):
         raise UserError(f"{path}: config.json differs from that of {base}")
-    now, then = sketch(model, paths), np.array(settings["sketch"], np.float32)
-    if now.shape != then.shape:
-        raise UserError(f"{path}: its metadata describes {len(then)} layers, it has {len(now)}")
+    then, how = np.array(settings["sketch"], np.float32), settings["packing"]
+    if len(then) != len(paths):
+        raise UserError(f"{path}: its metadata describes {len(then)} layers, it has {len(paths)}")
+    there = [i for i, p in enumerate(paths) if p in layers]
+    now, then = sketch(layers[paths[i]] for i in there), then[there]
     apart = float(np.linalg.norm(now - then) / max(np.linalg.norm(then), 1e-30))
-    layers = dict(model.named_modules())
-    same = [list(packing(layers[p]) or ()) for p in paths] == [h or [] for h in settings["packing"]]
+    same = all(list(packing(layers[paths[i]]) or ()) == (how[i] or []) for i in there)
     if apart > 0.5 or (same and apart > 1e-3):
         raise UserError(
             f"{path}: the weights differ from {base} by {apart:.1%}; use that base, or force it"

@@ -114,12 +114,15 @@ def parse(function: typing.Callable, argv: list[str]) -> dict:
             values["command"] = words
             break
         if not word.startswith("--"):
-            name = next((n for n in free if n not in values), None)
+            name = next((n for n in free if n not in values or hints[n] == list[str]), None)
             if name is None:
                 raise UserError(
                     f"unexpected argument {word!r}; flags: --{', --'.join(names).replace('_', '-')}"
                 )
-            values[name] = coerce(name, word, hints[name])
+            if hints[name] == list[str]:  # a last argument takes all the words there are
+                values.setdefault(name, []).append(word)
+            else:
+                values[name] = coerce(name, word, hints[name])
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -1255,36 +1258,60 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: Tokenizer) -> None:
-    """Writes a model folder that this suite and mlx-lm load: shards, config, tokenizer files.
+class Shards:
+    """Writes a model folder that this suite and mlx-lm load, as its weights come in.
 
-    `weights` is emptied shard by shard, so lazy arrays take memory for one shard at a time.
+        shards = Shards(folder)
+        shards.add(weights)                  as often as needed; lazy arrays are evaluated here
+        shards.close(config, tokenizer)
+
+    At most one shard is held in memory.
     """
-    shards, size = [[]], 0
-    for name, array in weights.items():
-        if shards[-1] and size + array.nbytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += array.nbytes
-    total = sum(a.nbytes for a in weights.values())
-    where = {}
-    for n, names in enumerate(shards, 1):
-        part = f"-{n:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = f"model{part}.safetensors"
-        shard = {name: weights.pop(name) for name in names}
-        mx.save_safetensors(str(folder / file), shard, {"format": "mlx"})
-        where |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    if "quantization" in config:  # mlx-lm writes both keys, and other tools look for the second
-        config = {**config, "quantization_config": config["quantization"]}
-    else:
-        config = {k: v for k, v in config.items() if k != "quantization_config"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for name, content in tokenizer.files.items():
-        (folder / name).write_bytes(content)
+
+    def __init__(self, folder: Path):
+        self.folder, self.files, self.total = folder, [], 0
+        self.held, self.size = {}, 0
+
+    def add(self, weights: dict[str, mx.array]) -> None:
+        """Takes the arrays over: `weights` is empty afterwards."""
+        while weights:
+            name = next(iter(weights))
+            array = weights.pop(name)
+            if self.held and self.size + array.nbytes > SHARD_BYTES:
+                self._write()
+            mx.eval(array)
+            self.held[name], self.size = array, self.size + array.nbytes
+
+    def _write(self) -> None:
+        file = self.folder / f"shard-{len(self.files)}.safetensors"
+        mx.save_safetensors(str(file), self.held, {"format": "mlx"})
+        self.files.append((file, list(self.held)))
+        self.total, self.held, self.size = self.total + self.size, {}, 0
+
+    def close(self, config: dict, tokenizer: "Tokenizer") -> None:
+        self._write()
+        count, where = len(self.files), {}
+        for n, (file, names) in enumerate(self.files, 1):
+            part = f"-{n:05d}-of-{count:05d}" if count > 1 else ""
+            file.rename(self.folder / f"model{part}.safetensors")
+            where |= dict.fromkeys(names, f"model{part}.safetensors")
+        if count > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": where}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        if "quantization" in config:  # mlx-lm writes both keys, and other tools look for the second
+            config = {**config, "quantization_config": config["quantization"]}
+        else:
+            config = {k: v for k, v in config.items() if k != "quantization_config"}
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+        for name, content in tokenizer.files.items():
+            (self.folder / name).write_bytes(content)
+
+
+def save(folder: Path, weights: dict[str, mx.array], config: dict, tokenizer: Tokenizer) -> None:
+    """Writes a model folder; `weights` is emptied on the way."""
+    shards = Shards(folder)
+    shards.add(weights)
+    shards.close(config, tokenizer)
 
 
 def save_model(folder: Path, model: Model, config: dict, tokenizer: Tokenizer) -> None:
@@ -1298,6 +1325,15 @@ def pack(
     model: Model, config: dict, group_size: int, bits: int, mode: str
 ) -> tuple[dict, list[str]]:
     """Quantizes every layer whose width the group divides; config lists the others as false."""
+    config, skipped = pack_config(model, config, group_size, bits, mode)
+    default = {k: config["quantization"][k] for k in ("group_size", "bits", "mode")}
+    layers = {p for p, m in model.named_modules() if hasattr(m, "to_quantized")} - set(skipped)
+    nn.quantize(model, **default, class_predicate=lambda p, m: p in layers)
+    return config, skipped
+
+
+def pack_config(model, config: dict, group_size, bits, mode: str) -> tuple[dict, list[str]]:
+    """The config of `model` once it is packed, and the layers that stay dense."""
     default = check_packing(group_size, bits, mode)
     layers = {p: m for p, m in model.named_modules() if hasattr(m, "to_quantized")}
     skipped = sorted(p for p, m in layers.items() if m.weight.shape[-1] % default["group_size"])
@@ -1306,14 +1342,13 @@ def pack(
         raise UserError(
             f"group size {default['group_size']} divides no layer's width; widths: {widths}"
         )
-    nn.quantize(model, **default, class_predicate=lambda p, m: p in layers and p not in skipped)
     return {**config, "quantization": default | dict.fromkeys(skipped, False)}, skipped
 
 
-def unpack(model: Model, config: dict) -> dict:
-    """Replaces packed layers by dense ones in the model's dtype; returns the config to that."""
-    dtype, dense = model.model.norm.weight.dtype, []
-    for path, layer in model.named_modules():
+def unpack(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Replaces packed layers by dense ones."""
+    dense = []
+    for path, layer in module.named_modules():
         if "scales" not in layer:
             continue
         how = dict(group_size=layer.group_size, bits=layer.bits, mode=layer.mode, dtype=dtype)
@@ -1323,7 +1358,10 @@ def unpack(model: Model, config: dict) -> dict:
         if "bias" in layer:
             new.bias = layer.bias
         dense.append((path, new))
-    model.update_modules(tree_unflatten(dense))
+    module.update_modules(tree_unflatten(dense))
+
+
+def unpacked_config(config: dict) -> dict:
     return {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
 
 
@@ -1489,7 +1527,8 @@ def dequantize(model: str, save_path: str, dtype: str | None = None) -> None:
         loaded, tokenizer, config = load(model, dtype)
         if "quantization" not in config:
             raise UserError(f"{model} is not packed")
-        save_model(folder, loaded, unpack(loaded, config), tokenizer)
+        unpack(loaded, loaded.model.norm.weight.dtype)
+        save_model(folder, loaded, unpacked_config(config), tokenizer)
     print(f"wrote {save_path}")
 
 

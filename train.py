@@ -914,8 +914,8 @@ def compare(job, s: dict, exact: dict, splits: dict, model: nn.Module, config: d
     facts |= {f"{k} rows": len(e) for k, e in splits.items()}
     facts |= {"validation data": splits["valid"].digest(), "test data": splits["test"].digest()}
     facts |= {"model config": dora.fingerprint(config), "MLX": mx.__version__}
-    some = [n for n, m in model.named_modules() if "weight" in m and m.weight.ndim == 2][::7]
-    facts["model weights"] = np.round(dora.sketch(model, some), 5).tolist()
+    some = [m for _, m in model.named_modules() if "weight" in m and m.weight.ndim == 2][::7]
+    facts["model weights"] = np.round(dora.sketch(some), 5).tolist()
     everyone = gather(job, json.dumps(facts))
     for rank, theirs in enumerate(map(json.loads, everyone)):
         for key, value in json.loads(everyone[0]).items():

@@ -267,7 +267,7 @@ def faults(*, count: int = 100, seed: int = 0) -> None:
         fault = {"kind": kind, "victim": rng.randrange(many), "at": rng.randrange(5, 60)}
         fault["target"] = rng.randrange(many)
         plan = {"fault": fault, "seed": trial, "size": rng.choice([1, 1000, 200000])}
-        plan["rounds"] = 1500 if kind == "second-job" else 100
+        plan["rounds"] = 4000 if kind == "second-job" else 100
         os.environ["FAULT"] = json.dumps(plan)
         with machines(many, 1, "10gbit"):
             second = None

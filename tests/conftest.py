@@ -138,14 +138,15 @@ def packed(tmp_path_factory) -> Path:
     )
 
 
-SETTLED = "exact dtype barrier hypothesis halves nan overflow refused one_rank overlap".split()
+QUICK = {  # of tests that start processes and wait for what becomes of them; the rest are slow
+    "test_comm": "exact dtype barrier hypothesis halves nan overflow refused one_rank overlap",
+    "test_launch": "all_well bad_hostfile command_line help_does gives_the_exit_status",
+    "test_nodes": "same_steps_as_one every_step have_not_in_common",
+}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks as `network` what depends on timing and on the machine: faults, sshd, namespaces."""
     for item in items:
-        name, file = item.name, item.path.stem
-        settled = file == "test_comm" and "slow" not in item.keywords
-        settled = settled and any(word in name for word in SETTLED) and "mlx" not in name
-        if file in ("test_comm", "test_launch", "test_nodes") and not settled:
-            item.add_marker("network")
+        quick = any(word in item.name for word in QUICK.get(item.path.stem, "").split())
+        if item.path.stem in QUICK and (not quick or "mlx" in item.name):
+            item.add_marker("slow")

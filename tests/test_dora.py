@@ -895,7 +895,7 @@ CONFIGS = {
     "alpha": ('{"lora_parameters": {"rank": 4, "alpha": 16}}', ["rank and scale"]),
     "nothing": ("{}", ["rank and scale"]),
     "foreign": ('{"fine_tune_type": "vera"}', ["'vera'", "dora or lora"]),
-    "peft": ('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}', ["rank and scale"]),
+    "peft": ('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}', ["not of a linear layer"]),
     "kind": ('{"lora_parameters": {"rank": 4, "scale": 1.0}}', ["settings say lora", "has m"]),
 }
 

@@ -25,6 +25,7 @@ from conftest import (
     write_model,
 )
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 import dora
@@ -114,6 +115,13 @@ def small(tmp_path_factory):
     return base, train_on(base, folder / "adapter")
 
 
+@pytest.fixture(autouse=True)
+def little_text(monkeypatch):
+    """Enough for models of this size."""
+    monkeypatch.setattr(fuse, "ROWS", 3)
+    monkeypatch.setattr(fuse, "LENGTH", 64)
+
+
 # --- What is written ------------------------------------------------------------------------------
 
 
@@ -128,13 +136,13 @@ def test_fused_models_behave_as_the_live_adapter(packing, kind, tmp_path):
     adapter = train_on(base, tmp_path / "adapter", kind=kind)
     live, before = logits(base, adapter), logits(base)
     assert apart(live, before) > 0.1
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "dense"), dequantize=True)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "dense"), dequantize=True)
     assert apart(logits(tmp_path / "dense"), live) < 1e-5
     written = weights(tmp_path / "dense")
     source = {p: m for p, m in quant.load(str(base))[0].named_modules() if "weight" in m}
     assert set(written) == {f"{p}.weight" for p in source}
     assert {a.dtype for a in written.values()} == {mx.float32}
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"))
     fused, config = load_model(tmp_path / "fused")
     assert apart(fused(TOKENS), logits(tmp_path / "fused")) < 1e-5
     assert config.get("quantization") == packing
@@ -158,7 +166,7 @@ def test_half_precision_models_keep_their_dtype(packing, dtype, tmp_path):
     adapter = train_on(base, tmp_path / "adapter")
     live = logits(base, adapter)
     for name, flags in (("a", {}), ("b", {"dequantize": True}), ("c", {"bits": 8})):
-        fuse.fuse(str(adapter), save_path=str(tmp_path / name), **flags)
+        fuse.fuse([str(adapter)], save_path=str(tmp_path / name), **flags)
         found = {a.dtype for a in weights(tmp_path / name).values()}
         assert found - {mx.uint32, mx.uint8} == {dtype}
         assert (mx.uint8 in found) == (bool(packing) and "fp4" in packing["mode"] and name != "b")
@@ -170,7 +178,7 @@ def test_half_precision_models_keep_their_dtype(packing, dtype, tmp_path):
 
 def test_every_layer_is_packed_as_it_was(mixed, tmp_path):
     base, adapter = mixed
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"))
     before, after = (
         json.loads((f / "config.json").read_text()) for f in (base, tmp_path / "fused")
     )
@@ -178,7 +186,7 @@ def test_every_layer_is_packed_as_it_was(mixed, tmp_path):
     assert {k: a.shape for k, a in weights(base).items()} == {
         k: a.shape for k, a in weights(tmp_path / "fused").items()
     }
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "dense"), dequantize=True)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "dense"), dequantize=True)
     assert apart(logits(tmp_path / "dense"), logits(base, adapter)) < 1e-5
     assert "quant" not in (tmp_path / "dense" / "config.json").read_text()
     # what no adapter was on is byte for byte the base's
@@ -189,7 +197,7 @@ def test_every_layer_is_packed_as_it_was(mixed, tmp_path):
 
 def test_bits_and_group_size_repack_the_adapted_layers_and_the_config_says_so(mixed, tmp_path):
     base, adapter = mixed
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"), bits=8, group_size=64)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), bits=8, group_size=64)
     config = json.loads((tmp_path / "fused" / "config.json").read_text())["quantization"]
     names = {k.rpartition(".")[0] for k in mx.load(str(adapter))}
     assert {k for k, v in config.items() if isinstance(v, dict)} == names
@@ -204,7 +212,7 @@ def test_bits_and_group_size_repack_the_adapted_layers_and_the_config_says_so(mi
 
 def test_a_dense_base_is_packed_when_asked(dense, tmp_path):
     adapter = train_on(dense, tmp_path / "adapter")
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"), bits=4)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), bits=4)
     config = json.loads((tmp_path / "fused" / "config.json").read_text())["quantization"]
     assert config == {"group_size": 64, "bits": 4, "mode": "affine"}
     full, size = ((f / "model.safetensors").stat().st_size for f in (dense, tmp_path / "fused"))
@@ -217,16 +225,16 @@ def test_a_dense_base_is_packed_when_asked(dense, tmp_path):
 def test_a_second_fuse_is_byte_identical_and_dropout_plays_no_part(small, tmp_path):
     base, adapter = small
     for name in "ab":
-        fuse.fuse(str(adapter), save_path=str(tmp_path / name))
+        fuse.fuse([str(adapter)], save_path=str(tmp_path / name))
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert dora.read_adapter(str(adapter))[1]["dropout"] == 0.5
 
 
 def test_tokenizer_template_and_generation_files_are_kept_byte_for_byte(mixed, tmp_path):
     base, adapter = mixed
-    fuse.fuse(str(adapter.parent), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(adapter.parent)], save_path=str(tmp_path / "fused"))
     old, new = contents(base), contents(tmp_path / "fused")
-    assert set(old) == set(new) and set(EXTRA) < set(new)
+    assert set(old) | {"fuse_report.json"} == set(new) and set(EXTRA) < set(new)
     for name in set(old) - {"model.safetensors", "config.json"}:
         assert old[name] == new[name]
     assert quant.load(str(tmp_path / "fused"))[1].eos_ids == {2, 7}
@@ -238,7 +246,7 @@ def test_doubled_magnitudes_double_the_dense_weight(dense, tmp_path):
     for layer in dora.adapted(model).values():
         layer.m = layer.m * 2
     dora.save_adapter(tmp_path, model, str(dense), config)
-    fuse.fuse(str(tmp_path), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(tmp_path)], save_path=str(tmp_path / "fused"))
     old, new = weights(dense), weights(tmp_path / "fused")
     for name, array in old.items():
         assert apart(new[name], array * (2 if "up_proj" in name else 1)) < 1e-7
@@ -249,7 +257,7 @@ def test_alpha_over_rank_reaches_the_fused_weight(dense, tmp_path):
     adapter = train_on(dense, tmp_path / "adapter", scale=8 / 4, kind="lora", keys=["lm_head"])
     ones = {k: mx.ones(a.shape) for k, a in mx.load(str(adapter)).items()}
     mx.save_safetensors(str(adapter), ones, mx.load(str(adapter), return_metadata=True)[1])
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"))
     old, new = weights(dense)["lm_head.weight"], weights(tmp_path / "fused")["lm_head.weight"]
     assert apart(new, old + 8) < 1e-6
 
@@ -259,10 +267,10 @@ def test_full_fine_tuning_fuses(dense, tmp_path):
     model.layers[1].unfreeze()
     model.layers[1].apply(lambda a: a + 0.1)
     dora.save_adapter(tmp_path, model, str(dense), config)
-    fuse.fuse(str(tmp_path), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(tmp_path)], save_path=str(tmp_path / "fused"))
     assert mx.array_equal(logits(tmp_path / "fused"), model(TOKENS))
     assert not mx.array_equal(logits(dense), model(TOKENS))
-    fuse.fuse(str(tmp_path), save_path=str(tmp_path / "packed"), bits=8)
+    fuse.fuse([str(tmp_path)], save_path=str(tmp_path / "packed"), bits=8)
     assert apart(logits(tmp_path / "packed"), model(TOKENS)) < 0.05
 
 
@@ -276,16 +284,18 @@ def test_adapters_that_mlx_lm_wrote_fuse_with_the_model_named(small, tmp_path):
     del said["model"]
     (bare / "adapter_config.json").write_text(json.dumps(said))
     with pytest.raises(quant.UserError, match="does not name its base model; give --model"):
-        fuse.fuse(str(bare), save_path=str(tmp_path / "fused"))
-    fuse.fuse(str(bare), str(base), str(tmp_path / "fused"))
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "other"))
-    assert contents(tmp_path / "fused") == contents(tmp_path / "other")
+        fuse.fuse([str(bare)], save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(bare)], model=str(base), save_path=str(tmp_path / "fused"))
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "other"))
+    found = [contents(tmp_path / name) for name in ("fused", "other")]
+    reports = [json.loads(f.pop("fuse_report.json")) for f in found]
+    assert found[0] == found[1] and reports[0]["layers"] == reports[1]["layers"]
 
 
 def test_the_config_may_name_its_packing_in_either_dialect(small, tmp_path):
     base, adapter = small
     live = logits(base, adapter)
-    fuse.fuse(str(adapter), save_path=str(tmp_path / "plain"))
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "plain"))
     for name in ("quantization", "quantization_config"):
         copy = tmp_path / name
         shutil.copytree(base, copy)
@@ -293,7 +303,7 @@ def test_the_config_may_name_its_packing_in_either_dialect(small, tmp_path):
         del config[name]
         (copy / "config.json").write_text(json.dumps(config))
         assert mx.array_equal(logits(copy, adapter), live)
-        fuse.fuse(str(adapter), str(copy), str(tmp_path / f"fused-{name}"))
+        fuse.fuse([str(adapter)], model=str(copy), save_path=str(tmp_path / f"fused-{name}"))
         got, want = (contents(tmp_path / f) for f in (f"fused-{name}", "plain"))
         assert got["model.safetensors"] == want["model.safetensors"]
         assert "quantization" in json.loads(got["config.json"])
@@ -301,7 +311,224 @@ def test_the_config_may_name_its_packing_in_either_dialect(small, tmp_path):
     config.pop("quantization", None)
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(quant.UserError, match="packed by 'awq'"):
-        fuse.fuse(str(adapter), str(copy), str(tmp_path / "no"))
+        fuse.fuse([str(adapter)], model=str(copy), save_path=str(tmp_path / "no"))
+
+
+# --- How much of it is left, and other ways to take it along -------------------------------------
+
+
+def report(folder: Path) -> dict:
+    return json.loads((folder / "fuse_report.json").read_text())
+
+
+def slight(base: Path, folder: Path, kind="dora", seed=3) -> Path:
+    """An adapter whose update is a tenth of what rounding to 4 bits moves."""
+    model, _, config = quant.load(str(base))
+    mx.random.seed(seed)
+    dora.adapt(model, 4, 2.0, kind=kind)
+    for layer in dora.adapted(model).values():
+        W = dora.dense(dora.tensors(layer.linear), dora.packing(layer.linear), mx.float32)
+        B = mx.random.normal(layer.lora_b.shape)
+        size = mx.linalg.norm(layer.lora_a @ B) * 2.0
+        layer.lora_b = B * (0.01 * mx.linalg.norm(W) / size)
+        if kind == "dora":
+            layer.m = layer.m * mx.random.uniform(0.97, 1.03, layer.m.shape)
+    folder.mkdir()
+    dora.save_adapter(folder, model, str(base), config)
+    return folder
+
+
+def test_a_slight_update_survives_four_bits(small, tmp_path):
+    """Rounding to the nearest makes noise ten times the update. GPTQ on the base's grid keeps what
+    the update does to the outputs, and is nearer to the live model."""
+    adapter = slight(small[0], tmp_path / "adapter")
+    for rounding in ("gptq", "nearest"):
+        fuse.fuse([str(adapter)], save_path=str(tmp_path / rounding), rounding=rounding)
+    ours, plain = report(tmp_path / "gptq"), report(tmp_path / "nearest")
+    assert abs(ours["overall"]["outputs"]["kept"] - 1) < 0.1
+    assert ours["text"]["kl"]["fused"] < plain["text"]["kl"]["fused"] / 1.5
+
+
+def test_the_report_is_of_what_was_written(small, tmp_path):
+    """Dense: everything is kept. The losses of base and fused are those of the folders."""
+    base, adapter = small
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), dequantize=True)
+    found = report(tmp_path / "fused")
+    assert set(found["layers"]) == {k.rpartition(".")[0] for k in mx.load(str(adapter))}
+    assert found["overall"]["error"] < 1e-6 and found["text"]["kl"]["fused"] < 1e-6
+    for each in (found["overall"], *found["layers"].values()):
+        for where in ("weights", "outputs"):
+            assert each[where] == pytest.approx({"kept": 1.0, "cosine": 1.0}, abs=1e-4)
+    rows = fuse.sample(None, None, quant.load(str(base))[1])[2]
+    for name, folder in (("base", base), ("fused", tmp_path / "fused")):
+        model, total, count = quant.load(str(folder))[0], 0.0, 0
+        for row in rows:
+            at = np.flatnonzero(row.trained)
+            losses = nn.losses.cross_entropy(model(row.tokens[:, :-1])[0], row.tokens[0, 1:])
+            total, count = total + np.array(losses)[at].sum(), count + len(at)
+        assert found["text"]["loss"][name] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_too_little_left_is_a_warning_that_names_the_way_out(tmp_path, capsys):
+    base = write_model(tmp_path / "base", packing=PACKINGS[0])
+    adapter = slight(base, tmp_path / "adapter")
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), rounding="nearest")
+    assert "--bits 8" in capsys.readouterr().err
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "dense"), dequantize=True)
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packing", [None, PACKINGS[5], PACKINGS[8], PACKINGS[10]], ids=name_of)
+@pytest.mark.parametrize("kind", ["dora", "lora"])
+def test_a_lora_adapter_beside_the_scaled_base_is_the_same_model(packing, kind, tmp_path):
+    """Here and in mlx-lm. Codes are the base's own."""
+    base = write_model(tmp_path / "base", packing=packing)
+    adapter = train_on(base, tmp_path / "adapter", kind=kind)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), to="lora")
+    old, new = weights(base), weights(tmp_path / "fused")
+    if packing:
+        assert all(mx.array_equal(a, new[k]) for k, a in old.items() if k.endswith("weight"))
+    live, beside = logits(base, adapter), tmp_path / "fused" / "adapters"
+    assert dora.read_adapter(str(beside))[1]["kind"] == "lora"
+    assert apart(logits(tmp_path / "fused", str(beside)), live) < 1e-5
+    theirs, _ = load_model(tmp_path / "fused")
+    theirs = load_adapters(theirs, str(beside))
+    theirs.eval()
+    assert apart(theirs(TOKENS), live) < 1e-5
+
+
+def test_scales_that_cannot_hold_g_are_refused(mixed, tmp_path):
+    base, adapter = mixed
+    with pytest.raises(quant.UserError, match="--to lora: the scales of .* cannot hold g"):
+        fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), to="lora")
+    assert not (tmp_path / "fused").exists()
+
+
+def test_several_adapters_add_up_by_their_weights(dense, tmp_path):
+    """DoRA and LoRA, on different layers: W + Σ w (W' - W)."""
+    one = train_on(dense, tmp_path / "one", keys=["q_proj", "up_proj"])
+    two = train_on(dense, tmp_path / "two", kind="lora", keys=["up_proj", "lm_head"], seed=20)
+    made = {}
+    for name, which, shares in (
+        ("a", [one], None),
+        ("b", [two], None),
+        ("both", [one, two], [0.7, -0.3]),
+        ("first", [one, two], [1.0, 0.0]),
+    ):
+        flags = dict(save_path=str(tmp_path / name), weights=shares)
+        fuse.fuse([str(w) for w in which], **flags)
+        made[name] = weights(tmp_path / name)
+    for name, W in weights(dense).items():
+        wanted = W + 0.7 * (made["a"][name] - W) - 0.3 * (made["b"][name] - W)
+        assert apart(made["both"][name], wanted) < 1e-6
+        assert apart(made["first"][name], made["a"][name]) < 1e-6
+
+
+def test_memory_holds_a_block_at_a_time(tmp_path, monkeypatch):
+    config = tiny_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=24)
+    base = write_model(tmp_path / "base", config)
+    adapter = slight(base, tmp_path / "adapter")
+    monkeypatch.setattr(quant, "SHARD_BYTES", 4 << 20)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"))
+    whole = sum(f.stat().st_size for f in base.glob("*.safetensors"))
+    assert whole > 90e6 and mx.get_peak_memory() - before < 0.5 * whole
+    assert apart(logits(tmp_path / "fused"), logits(base, str(adapter))) < 1e-5
+
+
+# --- PEFT -----------------------------------------------------------------------------------------
+
+
+def peft_folder(folder: Path, tensors: dict, **config) -> Path:
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapter_model.safetensors"), tensors)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def peft_tensors(base: Path, rank=4, dora_too=False, key="mlp.up_proj") -> dict[str, mx.array]:
+    mx.random.seed(5)
+    found = {}
+    for i in range(2):
+        path = f"model.layers.{i}.{key}"
+        O, I = weights(base)[f"{path}.weight"].shape
+        name = f"base_model.model.{path}"
+        found[f"{name}.lora_A.weight"] = mx.random.normal((rank, I)) / 16
+        found[f"{name}.lora_B.weight"] = mx.random.normal((O, rank)) / 16
+        if dora_too:
+            found[f"{name}.lora_magnitude_vector"] = mx.random.uniform(0.5, 2.0, (O,))
+    return found
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_that_peft_wrote_fuse(dense, tmp_path, use_dora, rslora):
+    tensors = peft_tensors(dense, dora_too=use_dora)
+    adapter = peft_folder(tmp_path / "peft", tensors, use_dora=use_dora, use_rslora=rslora)
+    fuse.fuse([str(adapter)], model=str(dense), save_path=str(tmp_path / "fused"))
+    old, new = weights(dense), weights(tmp_path / "fused")
+    for i in range(2):
+        name = f"model.layers.{i}.mlp.up_proj"
+        A, B = (np.array(tensors[f"base_model.model.{name}.lora_{k}.weight"]) for k in "AB")
+        wanted = np.array(old[f"{name}.weight"]) + 8 / (2 if rslora else 4) * (B @ A)
+        if use_dora:
+            m = np.array(tensors[f"base_model.model.{name}.lora_magnitude_vector"])
+            wanted *= (m / np.linalg.norm(wanted, axis=1))[:, None]
+        assert apart(new[f"{name}.weight"], mx.array(wanted)) < 1e-6
+
+
+def test_rank_and_alpha_patterns(dense, tmp_path):
+    tensors = peft_tensors(dense) | peft_tensors(dense, 2, key="self_attn.q_proj")
+    how = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 6}}
+    _, settings = dora.read_adapter(str(peft_folder(tmp_path / "peft", tensors, **how)))
+    assert settings["rank"] is None and settings["scales"] == {
+        "model.layers.0.mlp.up_proj": 2.0,
+        "model.layers.1.mlp.up_proj": 2.0,
+        "model.layers.0.self_attn.q_proj": 4.0,
+        "model.layers.1.self_attn.q_proj": 3.0,
+    }
+
+
+@pytest.mark.parametrize("kind", ["dora", "lora"])
+@pytest.mark.parametrize("scale", [7.5, 0.1, 20.0, 1 / 3])
+def test_to_peft_and_back_is_bit_for_bit(dense, tmp_path, kind, scale):
+    adapter = train_on(dense, tmp_path / "adapter", scale=scale, kind=kind)
+    done = run_cli("fuse", adapter, "--to", "peft", "--save-path", tmp_path / "peft")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["use_dora"] == (kind == "dora") and config["r"] == 4
+    (ours, said), (back, read) = (dora.read_adapter(str(p)) for p in (adapter, tmp_path / "peft"))
+    assert set(ours) == set(back) and all(mx.array_equal(a, back[k]) for k, a in ours.items())
+    assert (read["kind"], read["rank"], read["scale"]) == (kind, 4, said["scale"])
+    model, _, config = quant.load(str(dense))
+    dora.load_adapter(model, str(tmp_path / "peft"), config)
+    (tmp_path / "again").mkdir()
+    dora.save_adapter(tmp_path / "again", model, str(dense), config)
+    dora.save_peft(tmp_path / "again", *dora.read_adapter(str(tmp_path / "again")))
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "peft" / name).read_bytes()
+
+
+UNMAPPED = {
+    "bias": (dict(bias="all"), "bias"),
+    "modules_to_save": (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+    "fan_in_fan_out": (dict(fan_in_fan_out=True), "fan_in_fan_out"),
+    "kind": (dict(peft_type="VERA"), "peft_type"),
+    "rank": (dict(r=8), "has rank 4, adapter_config.json says 8"),
+    "alpha": (dict(lora_alpha="x"), "lora_alpha"),
+}
+
+
+@pytest.mark.parametrize("case", UNMAPPED)
+def test_what_peft_has_and_this_has_not_is_refused_by_name(dense, tmp_path, case):
+    config, said = UNMAPPED[case]
+    adapter = peft_folder(tmp_path / "peft", peft_tensors(dense), **config)
+    done = run_cli("fuse", adapter, "--model", dense, "--save-path", tmp_path / "fused")
+    refused(done, said)
+    assert not (tmp_path / "fused").exists()
 
 
 # --- What is refused, and what it leaves behind ---------------------------------------------------
@@ -325,15 +552,19 @@ def nameless(folder, adapter):
 
 
 REFUSALS = {
-    "another base": (lambda f, a: dict(adapter=a, model=other_base(f)), "weights differ"),
-    "cut in half": (lambda f, a: dict(adapter=half(f, a)), "damaged or cut short"),
-    "no base named": (lambda f, a: dict(adapter=nameless(f, a)), "give --model"),
-    "no such base": (lambda f, a: dict(adapter=a, model=f / "none" / "such"), "no such folder"),
-    "group too wide": (lambda f, a: dict(adapter=a, group_size=64, bits=5), "does not divide"),
-    "bits": (lambda f, a: dict(adapter=a, bits=7), "bits got 7"),
-    "group size": (lambda f, a: dict(adapter=a, group_size=48), "group size got 48"),
-    "both": (lambda f, a: dict(adapter=a, bits=4, dequantize=True), "exclude each other"),
-    "no adapter": (lambda f, a: dict(adapter=f / "nope"), "no such adapter"),
+    "another base": (lambda f, a: dict(adapters=a, model=other_base(f)), "weights differ"),
+    "cut in half": (lambda f, a: dict(adapters=half(f, a)), "damaged or cut short"),
+    "no base named": (lambda f, a: dict(adapters=nameless(f, a)), "give --model"),
+    "no such base": (lambda f, a: dict(adapters=a, model=f / "none" / "such"), "no such folder"),
+    "group too wide": (lambda f, a: dict(adapters=a, group_size=64, bits=5), "does not divide"),
+    "bits": (lambda f, a: dict(adapters=a, bits=7), "bits got 7"),
+    "group size": (lambda f, a: dict(adapters=a, group_size=48), "group size got 48"),
+    "both": (lambda f, a: dict(adapters=a, bits=4, dequantize=True), "exclude each other"),
+    "ways": (lambda f, a: dict(adapters=a, to="gguf"), "--to gguf"),
+    "how to round": (lambda f, a: dict(adapters=a, rounding="up"), "--rounding up"),
+    "packing and lora": (lambda f, a: dict(adapters=a, to="lora", bits=8), "leaves the packing"),
+    "weights": (lambda f, a: dict(adapters=a, weights=[0.5, 0.5]), "got 2 for 1 adapters"),
+    "no adapter": (lambda f, a: dict(adapters=f / "nope"), "no such adapter"),
 }
 
 
@@ -347,6 +578,7 @@ def test_refusals_leave_nothing_behind_and_the_base_as_it_was(case, tmp_path):
         base = write_model(tmp_path / "wide", packing=PACKINGS[4])
         adapter = train_on(base, tmp_path / "wider")
     flags = {k: str(v) if isinstance(v, Path) else v for k, v in flags(tmp_path, adapter).items()}
+    flags["adapters"] = [flags["adapters"]]
     before = contents(tmp_path)
     with pytest.raises((quant.UserError, dora.UserError), match=said):
         fuse.fuse(**flags, save_path=str(tmp_path / "fused"))
@@ -360,9 +592,9 @@ def test_refusals_leave_nothing_behind_and_the_base_as_it_was(case, tmp_path):
 def test_a_second_adapter_is_refused_by_the_model_the_first_was_fused_into(small, tmp_path):
     base, first = small
     second = train_on(base, tmp_path / "second", seed=20)
-    fuse.fuse(str(first), save_path=str(tmp_path / "once"))
+    fuse.fuse([str(first)], save_path=str(tmp_path / "once"))
     with pytest.raises(dora.UserError, match="weights differ from the base it was trained on"):
-        fuse.fuse(str(second), str(tmp_path / "once"), str(tmp_path / "twice"))
+        fuse.fuse([str(second)], model=str(tmp_path / "once"), save_path=str(tmp_path / "twice"))
     assert not (tmp_path / "twice").exists()
 
 
@@ -371,7 +603,7 @@ def test_another_packing_of_the_same_base_is_fused_with_a_warning(tmp_path, caps
     base = write_model(tmp_path / "base", packing=PACKINGS[4])
     finer = write_model(tmp_path / "finer", packing=PACKINGS[10])
     adapter = train_on(base, tmp_path / "adapter")
-    fuse.fuse(str(adapter), str(finer), str(tmp_path / "fused"))
+    fuse.fuse([str(adapter)], model=str(finer), save_path=str(tmp_path / "fused"))
     said = capsys.readouterr().err
     assert "packed differently" in said and str(base) in said
     assert apart(logits(tmp_path / "fused"), logits(finer, adapter)) < 0.05
@@ -389,7 +621,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(what, small, tmp_pa
     else:
         target.mkdir() if what == "folder" else target.write_text("mine")
     with pytest.raises(quant.UserError, match="exists; give another|cannot be written"):
-        fuse.fuse(str(adapter), "no-such/model", str(target))
+        fuse.fuse([str(adapter)], model="no-such/model", save_path=str(target))
     assert not target.exists() or what == "folder" or target.read_text() == "mine"
     tmp_path.chmod(0o700)
 
@@ -398,8 +630,8 @@ def test_flags_are_checked_before_anything_runs():
     for argv, said in (
         (["a", "--dequantise"], "did you mean --dequantize?"),
         (["a", "--bits", "four"], "--bits: got 'four', wanted int"),
-        ([], "missing ADAPTER"),
-        (["a", "b", "c", "true", "4", "64", "true", "d"], "unexpected argument 'd'"),
+        ([], "missing ADAPTERS"),
+        (["a", "b", "--weights", "0.5,x"], "--weights"),
     ):
         with pytest.raises(quant.UserError) as error:
             quant.parse(fuse.fuse, argv)
