@@ -852,16 +852,21 @@ def sketch(layers: Iterable[nn.Module]) -> np.ndarray:
 
 
 def save_adapter(
-    folder: Path, model: nn.Module, base: str = "", config: dict | None = None
+    folder: Path,
+    model: nn.Module,
+    base: str = "",
+    config: dict | None = None,
+    data: str | None = None,
 ) -> None:
     """Writes adapters.safetensors (see `read_adapter`) and mlx-lm's adapter_config.json.
 
-    Without adapted layers it writes whatever is trainable, as kind "full".
+    Without adapted layers it writes whatever is trainable, as kind "full". `base` and `data` say
+    what it was trained on, for those that come after.
     """
     layers = dict(sorted(adapted(model).items()))
     weights = {f"{p}.{k}": m[k] for p, m in layers.items() for k in LEAVES if k in m}
     weights = weights or dict(tree_flatten(model.trainable_parameters()))
-    kind, parameters, more = "full", {"rank": None, "scale": None}, {}
+    kind, parameters, more = "full", {"rank": None, "scale": None}, {"data": data}
     scales = {p: m.scale for p, m in layers.items()}
     for layer in layers.values():
         kind, parameters["dropout"] = layer.kind, layer.rate
@@ -922,8 +927,8 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
 
     The file's own metadata is enough; without it (files of mlx-lm and PEFT) adapter_config.json
     beside it is needed. Settings: kind, rank, scale, dropout, keys, num_layers, base, and, from
-    metadata, fingerprint, packing, sketch. Where layers differ in rank or scale those are None;
-    "scales" has the latter by layer.
+    metadata, fingerprint, packing, sketch, data. Where layers differ in rank or scale those are
+    None; "scales" has the latter by layer.
 
     Raises:
         UserError: missing, damaged, of another format version, or not what its settings say.
@@ -949,7 +954,8 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
         try:
             settings = {k: meta[k] for k in ("base", "kind", "fingerprint")}
             wanted = ("rank", "scale", "dropout", "keys", "num_layers")
-            for key in (*wanted, *(k for k in ("packing", "sketch", "scales") if k in meta)):
+            more = ("packing", "sketch", "scales", "data")
+            for key in (*wanted, *(k for k in more if k in meta)):
                 settings[key] = json.loads(meta[key])
         except (KeyError, ValueError) as error:
             raise UserError(f"{file}: its metadata is damaged: {error!r}") from None

@@ -210,11 +210,14 @@ def feedback(H: mx.array, A: mx.array) -> mx.array:
     """U (I, I), strictly upper: what an error in one input is worth in the following ones.
 
     Errors e of a row count as e H' eᵀ, where H' = (U + 1) D (U + 1)ᵀ is H and, as heavy as
-    EMPHASIS times that, the directions H A: along them an error looks to the model like a change
-    of the update itself, x A B, and adds up over layers, where others average out.
+    EMPHASIS times that, the directions H A and A: along them an error looks to the model like a
+    change of the update itself, x A B, and adds up over layers, where others average out. A alone
+    does so for inputs that are not like those of H.
     """
-    H = np.array(H, np.float64)
-    V = np.linalg.qr(H @ np.array(A, np.float64))[0]
+    H, A = np.array(H, np.float64), np.array(A, np.float64)
+    seen = H @ A
+    sides = [a / max(np.linalg.norm(a), 1e-30) for a in (seen, A)]
+    V = np.linalg.qr(np.concatenate(sides, axis=1))[0]
     H += EMPHASIS * np.trace(H) / V.shape[1] * (V @ V.T)
     damping = DAMPING * max(float(np.mean(np.diag(H))), 1e-12)
     while True:
@@ -319,7 +322,7 @@ class Merge:
         self.adapters, self.sums, self.lora = [], {}, {}
         self.stored = {name: a.dtype for name, a in tree_flatten(model.parameters())}
         self.dtype = model.model.norm.weight.dtype
-        self.packable: dict[str, dict] = {}
+        self.packable: set[str] = set()
         if dequantize:
             self.config = quant.unpacked_config(config)
         elif (bits or group_size) and "quantization" not in config:

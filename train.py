@@ -550,11 +550,11 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 class Checkpoints:
     """The files of a run below `root`, and what is needed to write adapters: base id and config."""
 
-    def __init__(self, root: Path, base: str, config: dict):
-        self.root, self.base, self.config = root, base, config
+    def __init__(self, root: Path, base: str, config: dict, data: str | None = None):
+        self.root, self.base, self.config, self.data = root, base, config, data
 
     def save_weights(self, folder: Path, model: nn.Module) -> None:
-        dora.save_adapter(folder, model, self.base, self.config)
+        dora.save_adapter(folder, model, self.base, self.config, self.data)
 
     def save(self, run: Run, settings: dict) -> Path:
         """Writes checkpoints/<step>, then makes its weights the run's newest; older state is
@@ -879,7 +879,8 @@ def fit(s: dict, job: comm.Communicator) -> bool:
         limit_memory()
         model.train()
         run.compile()
-        files, log = Checkpoints(root, s["model"], config), Log(root, s["iters"], run.step)
+        files = Checkpoints(root, s["model"], config, s["data"])
+        log = Log(root, s["iters"], run.step)
         prompt = sample_prompt(rows) if s["sample_tokens"] and first else None
         if prompt and run.step == 0:
             show_sample("before", model, tokenizer, prompt, s["sample_tokens"])

@@ -339,14 +339,14 @@ def slight(base: Path, folder: Path, kind="dora", seed=3) -> Path:
 
 
 def test_a_slight_update_survives_four_bits(small, tmp_path):
-    """Rounding to the nearest makes noise ten times the update. GPTQ on the base's grid keeps what
-    the update does to the outputs, and is nearer to the live model."""
+    """Rounding to the nearest changes the update by a fifth, under noise twice its size. GPTQ on
+    the base's grid, with weight on the update's directions, leaves it as it is."""
     adapter = slight(small[0], tmp_path / "adapter")
     for rounding in ("gptq", "nearest"):
         fuse.fuse([str(adapter)], save_path=str(tmp_path / rounding), rounding=rounding)
-    ours, plain = report(tmp_path / "gptq"), report(tmp_path / "nearest")
-    assert abs(ours["overall"]["outputs"]["kept"] - 1) < 0.1
-    assert ours["text"]["kl"]["fused"] < plain["text"]["kl"]["fused"] / 1.5
+    ours, plain = (report(tmp_path / name)["overall"] for name in ("gptq", "nearest"))
+    for where in ("weights", "outputs"):
+        assert abs(ours[where]["kept"] - 1) < 0.05 < abs(plain[where]["kept"] - 1)
 
 
 def test_the_report_is_of_what_was_written(small, tmp_path):
