@@ -138,15 +138,16 @@ def packed(tmp_path_factory) -> Path:
     )
 
 
-QUICK = {  # of tests that start processes and wait for what becomes of them; the rest are slow
+QUICK = {  # of tests that start processes and wait for what becomes of them; the rest are `network`
     "test_comm": "exact dtype barrier hypothesis halves nan overflow refused one_rank overlap",
-    "test_launch": "all_well bad_hostfile command_line help_does gives_the_exit_status",
-    "test_nodes": "same_steps_as_one every_step have_not_in_common",
+    "test_launch": "all_well bad_hostfile command_line help_does",
+    "test_nodes": "same_steps_as_one have_not_in_common",
 }
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         quick = any(word in item.name for word in QUICK.get(item.path.stem, "").split())
-        if item.path.stem in QUICK and (not quick or "mlx" in item.name):
-            item.add_marker("slow")
+        slow = "slow" in item.keywords or "mlx" in item.name
+        if item.path.stem in QUICK and (slow or not quick):
+            item.add_marker("network")
