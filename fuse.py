@@ -6,13 +6,13 @@ needs nothing else: base model, rank and scale come from the file. What is writt
 folder that quant.py, train.py and mlx-lm load. Every adapted row is W' = g ⊙ W + s g ⊙ (AB)ᵀ with
 g = m/n (1 for LoRA), formed in float32 from the packed W.
 
-Packing W' anew rounds a small update away: at 4 bits a step is a tenth of W's own size. Two
-things keep it. The base's own grid times g, stored in the scales' dtype, holds g ⊙ W almost
-exactly, so that only the low-rank part needs other codes (a new grid where that part is larger than
-what the grid would lose). And codes are chosen one input after
-another, each making up for the error of those before it as the layer's inputs see it: GPTQ in its
-LDLQ form (Frantar et al. 2022, arXiv:2210.17323; Chee et al. 2023, arXiv:2307.13304), with
-H = Σ x xᵀ of the unfused model on a few rows of text.
+Packing W' anew buries a small update: rounding to 4 bits moves the weights by some 8%. Two things
+keep it. The base's own grid times g, stored in the scales' dtype, holds g ⊙ W almost exactly, so
+that only the low-rank part needs other codes (a new grid where that part is larger than what the
+grid would lose). And codes are chosen one input after another, each making up for the error of
+those before it as the layer's inputs see it: GPTQ in its LDLQ form (Frantar et al. 2022,
+arXiv:2210.17323; Chee et al. 2023, arXiv:2307.13304), with H = Σ x xᵀ of the unfused model on a few
+rows of text, and with weight on the update's own directions (see `feedback`).
 
 The model passes through block by block, as three streams of hidden states: the base, the base with
 the adapter, and what is being written. So memory holds one block and one shard, and at the end the
@@ -68,7 +68,7 @@ def fuse(
     --bits, --group-size
                    how to pack the adapted layers (affine), if not as the base
     --dequantize   write dense weights
-    --rounding     gptq, or nearest: faster, and loses most of a small update at 4 bits
+    --rounding     gptq, or nearest: faster, and further from the unfused model
     --weights      how much of each adapter: 0.7,0.3
     --data         rows to measure and calibrate on, as train.py takes them; if not given, those
                    the adapter was trained on, or else Python's own documentation
@@ -97,7 +97,7 @@ def fuse(
     with quant.Output(save_path) as folder:
         loaded, tokenizer, config = quant.load(base)
         if any(settings["kind"] == "full" for _, settings in read):
-            whole(loaded, config, adapters, read, to)
+            whole(loaded, adapters, read, to)
             config = packed(loaded, config, dequantize, bits, group_size)
             quant.save_model(folder, loaded, config, tokenizer)
         else:
@@ -121,7 +121,7 @@ def to_peft(adapters: list[str], read: list, save_path: str) -> None:
     print(f"wrote {Path(save_path)}: {adapters[0]} for PEFT")
 
 
-def whole(model, config: dict, adapters: list[str], read: list, to: str) -> None:
+def whole(model, adapters: list[str], read: list, to: str) -> None:
     """Puts fully fine-tuned weights in place of the base's."""
     if len(read) > 1 or to != "model":
         raise UserError("weights that were trained in full cannot be combined with others")
@@ -230,16 +230,13 @@ def feedback(H: mx.array, A: mx.array) -> mx.array:
     return mx.array((R / np.diag(R) - np.eye(len(R))).astype(np.float32))
 
 
-def rounded(W: mx.array, scales, biases, bits: int, group: int, U: mx.array | None) -> mx.array:
+def rounded(W: mx.array, scales, biases, bits: int, group: int, U: mx.array) -> mx.array:
     """Codes (O, I) uint8 of W (O, I) on a grid of scales and biases (O, I / group), float32.
 
-    With U (see `feedback`) every input's codes make up for the errors of those before it.
+    Every input's codes make up for the errors of those before it, by U; see `feedback`.
     """
     top = 2**bits - 1
     s, b, W = mx.where(scales == 0, 1, scales).T, biases.T, W.T
-    if U is None:
-        s, b = (mx.repeat(a, group, 0) for a in (s, b))
-        return mx.clip(mx.round((W - b) / s), 0, top).astype(mx.uint8).T
     codes, errors = [], []
     for begin in range(0, W.shape[0], COLUMNS):
         block = slice(begin, min(begin + COLUMNS, W.shape[0]))
