@@ -1667,7 +1667,14 @@ def agent():
     except (AttributeError, OSError):
         pass
     folder = tempfile.mkdtemp(prefix="comm-")  # private to this user
-    env = os.environ | job["env"]
+    env, (place, ranks) = os.environ | job["env"], job["place"]  # among the ranks of this host
+    cards = [name[6:] for name in os.listdir("/dev") if name[:6] == "nvidia" and name[6:].isdigit()]
+    cards = [c for c in env.get("CUDA_VISIBLE_DEVICES", ",".join(sorted(cards))).split(",") if c]
+    if ranks > 1 and "CUDA_VISIBLE_DEVICES" not in job["env"]:
+        if len(cards) >= ranks:  # a GPU for each
+            env["CUDA_VISIBLE_DEVICES"] = cards[place]
+        elif env["COMM_BACKEND"] == "auto":
+            del env["NCCL_HOST_IP"]  # it wants a GPU for each
     for name, text in job["files"].items():
         env[name] = os.path.join(folder, name)
         with open(env[name], "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -1898,10 +1905,11 @@ def _jobs(hosts: list[Host], argv: list[str], backend: str, port: int, grace: fl
     if all(h.rdma for h in hosts):
         files["MLX_IBV_DEVICES"] = json.dumps([h.rdma for h in hosts])
         env["MLX_JACCL_COORDINATOR"] = f"{host}:{extra}"
-    jobs = []
+    jobs, names = [], [h.ssh for h in hosts]
     for rank, h in enumerate(hosts):
         words = [h.python, *argv[1:]] if argv[0] in ("python", "python3") else argv
         own = {"argv": words, "cwd": h.cwd, "files": files, "grace": grace / 2}
+        own["place"] = names[:rank].count(h.ssh), names.count(h.ssh)
         jobs.append(own | {"env": env | h.env | {"MLX_RANK": str(rank)}})
     return jobs
 
@@ -2076,16 +2084,18 @@ def _link(job: Communicator, size: int = 32 << 20) -> float:
 def simulate(job: Communicator, compute: float, layers: int, size: int) -> dict[str, float]:
     """Seconds (medians) of a step that is `layers` sleeps, each followed by a bucket.
 
-    Returns {"compute", "transfer" of all buckets alone, "bucket": of one alone, "step"}.
+    Returns {"compute", "transfer" of all buckets alone, "bucket": of one alone, "apart": transfer
+    after all compute, "step"}.
     """
     buckets = [mx.zeros(max(1, size // layers // 4)) for _ in range(layers)]
     mx.eval(buckets)
 
-    def step(seconds: float, chosen: list) -> float:
+    def step(seconds: float, chosen: list, apart: bool = False) -> float:
         job.barrier()
         begin = time.monotonic()
         for k, bucket in enumerate(chosen):
-            time.sleep(max(0.0, begin + (k + 1) * seconds / layers - time.monotonic()))
+            done = seconds * (1 if apart else (k + 1) / layers)
+            time.sleep(max(0.0, begin + done - time.monotonic()))
             overlap.put(bucket)
         overlap.collect()
         return time.monotonic() - begin
@@ -2095,6 +2105,7 @@ def simulate(job: Communicator, compute: float, layers: int, size: int) -> dict[
         many = {
             "transfer": (0.0, buckets),
             "bucket": (0.0, buckets[:1]),
+            "apart": (compute, buckets, True),
             "step": (compute, buckets),
         }
         times = {name: [step(*how) for _ in range(7)] for name, how in many.items()}

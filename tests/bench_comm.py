@@ -6,7 +6,8 @@
 
 Machines are network namespaces (Linux, root, iproute2), joined by one bridge for each trunk; `tbf`
 limits what each sends. Frames are of 1500 bytes, so headers leave 0.957 of a link to the payload.
-CPU seconds are those of all ranks together, per GB that is reduced.
+CPU seconds are those of all ranks together, per GB that is reduced. "TCP alone" is what this
+machine does with the same bytes when nothing is summed: both ways at once, one thread for each.
 """
 
 import contextlib
@@ -58,7 +59,10 @@ def machines(count: int, trunks: int, rate: str):
                 sh(f"ip -n {name} link set eth{k} up")
                 sh(f"ip -n {hub} link set p{r}x{k} master br{k}")
                 sh(f"ip -n {hub} link set p{r}x{k} up")
-                limit = f"rate {rate} burst 256kb limit 2mb"
+                burst = int(
+                    LIMITS[rate] * 0.002
+                )  # a shorter one costs more timers than there is CPU
+                limit = f"rate {rate} burst {burst} limit {8 * burst}"
                 sh(f"ip netns exec {name} tc qdisc add dev eth{k} root tbf {limit}")
         yield
     finally:
@@ -105,10 +109,12 @@ def ranks(
 def rank_links(side: str) -> None:
     """Seconds of each all_reduce and CPU seconds of this rank, by megabytes and dtype."""
     if side == "ours":
-        job = comm.connect()
+        job = comm.connect("tcp")
 
         def reduce(x):
             job.all_reduce(x)
+    elif side == "tcp":
+        return rank_tcp()
     else:
         group = mx.distributed.init(strict=True, backend="ring")
 
@@ -132,7 +138,29 @@ def rank_links(side: str) -> None:
     print(json.dumps(out))
 
 
-def links() -> None:
+def rank_tcp(count: int = 200, size: int = 1 << 20) -> None:
+    """Streams as much as all_reduces of `count` times `size` bytes would, as fast as it goes."""
+    with comm.connect("tcp") as job:
+        out, into = job._line(job.next, True), job._line(job.previous, False)
+        data, buffer = bytes(comm.CHUNK), memoryview(bytearray(comm.CHUNK))
+        chunks = 2 * (job.size - 1) * count * size // job.size // comm.CHUNK
+
+        def send():
+            for _ in range(chunks):
+                out.sendall(data)
+
+        job.barrier()
+        sender, begin, cpu = threading.Thread(target=send), time.monotonic(), time.process_time()
+        sender.start()
+        for _ in range(chunks):
+            comm._fill(into, buffer)
+        sender.join()
+        took = (time.monotonic() - begin) / count / size * 1e6, time.process_time() - cpu
+        job.barrier()
+    print(json.dumps({"1 TCP alone": (took[0], took[1] / count / size * 1e9)}))
+
+
+def links(*, rates: list[str] = tuple(LIMITS)) -> None:
     print(
         "| ranks | trunks | link | MB, dtype | ours: of limit, CPU s/GB | MLX's ring | CPU ratio |"
     )
@@ -144,46 +172,61 @@ def links() -> None:
         (2, 1, "10gbit"),
         (4, 1, "10gbit"),
     ):
+        if rate not in rates:
+            continue
         with machines(count, trunks, rate):
-            sides = {s: ranks(count, trunks, s, "rank-links") for s in ("ours", "mlx")}
-        for key in sides["ours"][0]:
-            cells, cpus = [], []
-            for said in sides.values():
-                seconds = statistics.median(rank[key][0] for rank in said)
-                cpus.append(sum(rank[key][1] for rank in said))
-                best = 2 * (count - 1) / count * float(key.split()[0]) * 1e6 / LIMITS[rate]
-                cells.append(f"{best / seconds:.3f}, {cpus[-1]:.2f}")
-            ratio = f"{cpus[1] / cpus[0]:.1f}"
-            print(
-                "|",
-                " | ".join([str(count), str(trunks), rate, key, *cells, ratio]),
-                "|",
-                flush=True,
-            )
+            alone = ranks(count, trunks, "tcp", "rank-links") if trunks == 1 else ()
+            sides = [ranks(count, trunks, s, "rank-links") for s in ("ours", "mlx")]
+        for row in ([alone],) * bool(alone) + (sides,):
+            for key in row[0][0]:
+                cells, cpus = [], []
+                for said in row:
+                    seconds = statistics.median(rank[key][0] for rank in said)
+                    cpus.append(sum(rank[key][1] for rank in said))
+                    best = 2 * (count - 1) / count * float(key.split()[0]) * 1e6 / LIMITS[rate]
+                    cells.append(f"{best / seconds:.3f}, {cpus[-1]:.2f}")
+                cells += [f"{cpus[1] / cpus[0]:.1f}"] if len(cpus) == 2 else ["", ""]
+                cells = [str(count), str(trunks), rate, key, *cells]
+                print("|", " | ".join(cells), "|", flush=True)
 
 
 def rank_overlap(side: str) -> None:
-    with comm.connect() as job:
-        transfer = comm.simulate(job, 0.0, 16, 16 << 20)["transfer"]
-        transfer = float(job.all_reduce(np.array([transfer], np.float32))[0]) / job.size
-        ratios = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
-        took = {str(r): comm.simulate(job, transfer / r, 16, 16 << 20) for r in ratios}
+    with comm.connect("tcp") as job:
+        if not (transfer := float(os.environ.get("TRANSFER", 0))):
+            transfer = comm.simulate(job, 0.0, 16, 16 << 20)["transfer"]
+            transfer = float(job.all_reduce(np.array([transfer], np.float32))[0]) / job.size
+        took = {
+            str(ratio): comm.simulate(job, transfer / ratio, 16, 16 << 20)
+            for ratio in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+        }
     print(json.dumps(took))
 
 
 def overlap() -> None:
-    """Sixteen buckets of 1 MiB, backward simulated by sleeps: transfer / compute 0.25 to 1.5."""
-    head = (
-        "| ranks | transfer / compute | compute ms | transfer | one bucket | step | of the limit |"
+    """Sixteen buckets of 1 MiB, backward simulated by sleeps: transfer / compute 0.25 to 1.5.
+
+    With two trunks the compute is that of one trunk's rows, so the last column compares with one.
+    """
+    print(
+        "| ranks | trunks | one trunk's transfer / compute | compute ms | transfer | one bucket |"
+        " one after the other | step | of the limit | one trunk, one after the other / step |"
     )
-    print(head, "|---|---|---|---|---|---|---|", sep="\n", flush=True)
+    print("|---" * 10 + "|", flush=True)
     for count in (2, 4):
-        with machines(count, 1, "1gbit"):
-            said = ranks(count, 1, "ours", "rank-overlap")
-        for ratio, took in said[0].items():
-            limit = max(took["compute"], took["transfer"]) + took["bucket"]
-            cells = [f"{1e3 * t:.1f}" for t in took.values()] + [f"{took['step'] / limit:.3f}"]
-            print("|", " | ".join([str(count), ratio, *cells]), "|", flush=True)
+        single = {}
+        for trunks in (1, 2):
+            if single:
+                os.environ["TRANSFER"] = str(single["1.0"]["compute"])
+            with machines(count, trunks, "1gbit"):
+                said = ranks(count, trunks, "ours", "rank-overlap")[0]
+            os.environ.pop("TRANSFER", None)
+            single = single or said
+            for ratio, took in said.items():
+                limit = max(took["compute"], took["transfer"]) + took["bucket"]
+                cells = [str(count), str(trunks), ratio, *(f"{1e3 * t:.1f}" for t in took.values())]
+                cells += [f"{took['step'] / limit:.3f}"]
+                cells += [f"{single[ratio]['apart'] / took['step']:.2f}"]
+                print("|", " | ".join(cells), "|", flush=True)
 
 
 FATAL = "kill stop cut-link exits raises size dtype order bucket silent".split()
@@ -237,7 +280,7 @@ def rank_faults(side: str) -> None:
     said, fault = {"wrong": 0, "named": None}, plan["fault"]
     random.seed(plan["seed"])
     try:
-        with comm.connect(silence=2.0, deadline=4.0, connect=20.0) as job:
+        with comm.connect("tcp", silence=2.0, deadline=4.0, connect=20.0) as job:
             for i in range(plan["rounds"]):
                 if i == fault["at"]:
                     said["at"] = time.monotonic()

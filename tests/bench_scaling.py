@@ -71,10 +71,7 @@ def hidden(timeline: Path) -> tuple[float, float]:
 def run(model: Path, kind: str, ranks: int, rows: int, steps: int, overlap: bool, backend: str):
     """(tokens/s, peak GB of rank 0, timeline) of a job of this many ranks on this machine."""
     folder = Path(tempfile.mkdtemp(dir=model.parent))
-    gpus = mx.device_count(mx.gpu) if mx.cuda.is_available() else 0
     hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]} for _ in range(ranks)]
-    for rank, host in enumerate(hosts[:gpus] if gpus >= ranks else []):
-        host["env"] = {"CUDA_VISIBLE_DEVICES": str(rank)}
     (folder / "hosts.json").write_text(json.dumps(hosts))
     flags = {"model": model, "data": model, "train-type": kind, "batch-size": rows * ranks}
     flags |= {"iters": steps, "steps-per-report": 1, "max-seq-length": 1024, "val-batches": 0}

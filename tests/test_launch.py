@@ -424,6 +424,29 @@ print(group.size(), total.item())
     assert sorted(job.stdout.splitlines()) == [b"2 11", b"[rank 1 node2] 2 11"]
 
 
+@pytest.mark.parametrize(
+    "ranks, mine, hosts_own, seen, nccl",
+    [
+        (2, "5,3", {}, ["5", "3"], True),  # a GPU for each
+        (3, "5,3", {}, ["5,3"] * 3, False),  # too few: they share, and NCCL would refuse
+        (1, "5,3", {}, ["5,3"], True),
+        (2, "5,3", {"CUDA_VISIBLE_DEVICES": "7"}, ["7", "7"], True),  # who says it, means it
+    ],
+)
+def test_ranks_of_one_host_get_a_gpu_each(
+    start, script, told, monkeypatch, ranks, mine, hosts_own, seen, nccl
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    path = script("""
+tell("got", [os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "NCCL_HOST_IP")])
+""")
+    hosts = [host("127.0.0.1", k + 1, env=hosts_own) for k in range(ranks)]
+    job = start(hosts, "python", path)
+    assert job.status() == 0, job.stderr
+    assert [told("got", rank)[0] for rank in range(ranks)] == seen
+    assert [told("got", rank)[1] is not None for rank in range(ranks)] == [nccl] * ranks
+
+
 def test_a_warning_for_the_variable_that_can_wedge_a_gpu_and_the_launcher_never_sets_it(
     start, script
 ):
