@@ -42,7 +42,6 @@ WAYS = "model", "lora", "peft"
 ROWS, LENGTH = 16, 512  # of text to calibrate on, and as many to compare on
 DAMPING = 0.01  # of H's mean diagonal, added to it
 EMPHASIS = 10.0  # of the directions of the update; 1 measures worse, 100 the same
-COLUMNS = 64  # rounded between two matrix products
 
 
 def fuse(
@@ -231,36 +230,33 @@ def feedback(H: mx.array, A: mx.array) -> mx.array:
 
 
 def rounded(W: mx.array, scales, biases, bits: int, group: int, U: mx.array) -> mx.array:
-    """Codes (O, I) uint8 of W (O, I) on a grid of scales and biases (O, I / group), float32.
+    """W (O, I) as codes on a grid of scales and biases (O, I / group), packed (O, I bits / 32).
 
-    Every input's codes make up for the errors of those before it, by U; see `feedback`.
+    Every input's codes make up for the errors of those before it, by U; see `feedback`. In NumPy:
+    thousands of short steps in turn are nothing for a GPU.
     """
-    top = 2**bits - 1
-    s, b, W = mx.where(scales == 0, 1, scales).T, biases.T, W.T
-    codes, errors = [], []
-    for begin in range(0, W.shape[0], COLUMNS):
-        block = slice(begin, min(begin + COLUMNS, W.shape[0]))
-        wanted = W[block]
-        if errors:
-            errors = [mx.concatenate(errors)]
-            wanted = wanted + U[:begin, block].T @ errors[0]
-        near, mine = U[block, block], []
-        for k in range(wanted.shape[0]):
-            at = (begin + k) // group
-            q = mx.clip(mx.round((wanted[k] - b[at]) / s[at]), 0, top)
-            mine.append(W[begin + k] - (q * s[at] + b[at]))
-            wanted = wanted + near[k][:, None] * mine[-1]
-            codes.append(q.astype(mx.uint8))
-        errors.append(mx.stack(mine))
-        mx.eval(errors[-1], codes[begin:])
-    return mx.stack(codes, axis=1)
+    wanted, s, b = (np.array(a.astype(mx.float32).T, order="C") for a in (W, scales, biases))
+    U, s = np.array(U), np.where(s == 0, 1, s)
+    codes, errors = np.empty(wanted.shape, np.uint8), wanted.copy()
 
+    def run(begin: int, end: int) -> None:
+        """Rounds these inputs, when `wanted` makes up for all that come before them."""
+        if end - begin == 1:
+            at = begin // group
+            q = np.clip(np.rint((wanted[begin] - b[at]) / s[at]), 0, 2**bits - 1)
+            errors[begin] -= q * s[at] + b[at]
+            codes[begin] = q
+        else:
+            half = (begin + end) // 2
+            run(begin, half)
+            wanted[half:end] += U[begin:half, half:end].T @ errors[begin:half]
+            run(half, end)
 
-def pack(codes: mx.array, bits: int) -> mx.array:
-    """codes (O, I) uint8 -> MLX's packed uint32 (O, I bits / 32): one stream of bits per row."""
-    c = np.array(codes)
-    stream = np.unpackbits(c[..., None], axis=-1, count=bits, bitorder="little")
-    return mx.array(np.packbits(stream.reshape(len(c), -1), axis=-1, bitorder="little").view("<u4"))
+    run(0, len(wanted))
+    # MLX's packing is one stream of bits per row
+    stream = np.unpackbits(codes.T[..., None], axis=-1, count=bits, bitorder="little")
+    stream = stream.reshape(codes.shape[1], -1)
+    return mx.array(np.packbits(stream, axis=-1, bitorder="little").view("<u4"))
 
 
 def sums(new: mx.array, wanted: mx.array, old: mx.array, H: mx.array) -> np.ndarray:
@@ -469,7 +465,7 @@ class Merge:
                 new.weight = base.weight
             else:
                 U = feedback(probe.H, A)
-                new.weight = pack(rounded(wanted, scales, biases, bits, group, U), bits)
+                new.weight = rounded(wanted, scales, biases, bits, group, U)
             new.scales, new.biases = scales.astype(storage), biases.astype(storage)
         if "bias" in base:
             new.bias = base.bias
