@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import quant  # noqa: E402
+
+# what a shell starts in the background ignores Ctrl-C, and so would all that tests start
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PACKINGS = [

@@ -109,8 +109,6 @@ class Job:
             env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | env,
             cwd=cwd,
             start_new_session=True,
-            # what a shell starts in the background ignores Ctrl-C, and so would the launcher
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     @property
