@@ -22,6 +22,7 @@ cost what packing saved.
     python quant.py quantize MODEL --save-path out --bits 4
     python quant.py dequantize MODEL --save-path out
     python quant.py convert FILE.gguf --save-path out
+    python quant.py convert MODEL --save-path FILE.gguf --outtype q8_0
 
 MODEL is a folder, a Hugging Face hub id or a .gguf file.
 """
@@ -1068,6 +1069,10 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
             array = array.astype(storage)
         where = where.replace("blk", "model.layers") + "." if where else ""
         weights[f"{where}{ours}.{leaf}"] = array
+    if arch == "llama":
+        biased = {"attention_bias": "o_proj", "qkv_bias": "q_proj", "mlp_bias": "up_proj"}
+        has = {k: any(n.endswith(f"{v}.bias") for n in weights) for k, v in biased.items()}
+        config |= {k: True for k, found in has.items() if found}
     if packing := gguf_packing(weights):
         config["quantization"] = packing
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
@@ -1213,6 +1218,165 @@ def spm_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     return [(a, b) for _, _, a, b in sorted(found)]
 
 
+PROBE = """I'm I'LL we've don't 1 22 333 4444 55555 3.14, 1,000  two   three\ttab
+next\n\n\n x=[1,2];//#$%^ (a)b_c-d e.g. na\u00efve \u65e5\u672c \ud55c\uad6d e\u0301
+\u0645\u0631\u062d \u041f\u0440\u0438\u0432\u0435\u0442 \U0001f469\u200d\U0001f680 \n \r\n end """
+
+
+def write_gguf(file: Path, model: Model, config: dict, tokenizer: Tokenizer, outtype: str) -> None:
+    """Writes the model for llama.cpp, by the gguf package; takes the model's arrays from it.
+
+    Matrices become `outtype`: f32, f16, bf16 or q8_0 (f16 where rows are not of blocks of 32);
+    norms and biases float32. One tensor at a time is held.
+
+    Raises:
+        UserError: something that GGUF or llama.cpp has no form for, by name.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("writing GGUF needs the gguf package: pip install gguf") from None
+    if outtype not in ("f32", "f16", "bf16", "q8_0"):
+        raise UserError(f"--outtype: got {outtype!r}, wanted f32, f16, bf16 or q8_0")
+    types, spec = gguf.GGMLQuantizationType, model.spec
+    arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    meta = gguf_meta(arch, spec, config) | gguf_vocabulary(tokenizer, config, spec.vocab_size)
+    meta["general.file_type"] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}[outtype]
+    unpack(model, mx.float32)
+    names = {v: k for k, v in GGUF_TENSORS.items()} | {v: k for k, v in GGUF_TOP.items()}
+    heads = {"q_proj": spec.num_attention_heads, "k_proj": spec.num_key_value_heads}
+    arrays = {}
+    if spec.rope["rope_type"] == "llama3":
+        how = spec.head_dim, spec.max_position_embeddings
+        scaled = rope_frequencies(spec.rope, *how)[0]
+        factors = scaled / rope_frequencies({**spec.rope, "rope_type": "default"}, *how)[0]
+        arrays["rope_freqs.weight"] = mx.array(factors.astype(np.float32))
+    for name, array in tree_flatten(model.parameters()):
+        path, _, leaf = name.rpartition(".")
+        if arch == "llama" and (last := path.rpartition(".")[2]) in heads:
+            array = array.reshape(heads[last], 2, -1, *array.shape[1:]).swapaxes(1, 2)
+            array = array.reshape(-1, *array.shape[3:])
+        *where, i = path.split(".")[:3]
+        block = f"blk.{i}." if where == ["model", "layers"] else ""
+        arrays[f"{block}{names[path.split('.', 3)[3] if block else path]}.{leaf}"] = array
+    model.clear()
+    writer, kinds = gguf.GGUFWriter(str(file), arch), {}
+    for key, value in meta.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            adds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+            getattr(writer, f"add_{adds[type(value)]}")(key, value)
+    for name, array in arrays.items():
+        kind = types[outtype.upper()] if array.ndim > 1 else types.F32
+        if array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = types.F16
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        kinds[name] = kind
+        dtype = np.dtype(np.float32)
+        writer.add_tensor_info(name, array.shape, dtype, array.size // block * size, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in list(arrays):
+        array = np.array(arrays.pop(name).astype(mx.float32))
+        if kinds[name] == types.F16 and np.abs(array).max() > np.finfo(np.float16).max:
+            raise UserError(f"{name} has values beyond float16; use --outtype bf16")
+        writer.write_tensor_data(gguf.quants.quantize(array, kinds[name]))
+    writer.close()
+
+
+def gguf_meta(arch: str, spec: Spec, config: dict) -> dict:
+    """GGUF's metadata of a model, without its tokenizer's."""
+    if arch not in ("llama", "qwen2", "qwen3"):
+        raise UserError(f"writing GGUF of {arch} models is not supported")
+    window = next(iter(set(spec.windows)))
+    if len(set(spec.windows)) > 1 or (window and arch != "llama"):
+        raise UserError("writing GGUF of a model whose layers differ in windows is not supported")
+    meta = {
+        "context_length": spec.max_position_embeddings,
+        "embedding_length": spec.hidden_size,
+        "block_count": spec.num_hidden_layers,
+        "feed_forward_length": spec.intermediate_size,
+        "attention.head_count": spec.num_attention_heads,
+        "attention.head_count_kv": spec.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(spec.rms_norm_eps),
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "attention.sliding_window": window,
+        "rope.dimension_count": spec.head_dim,
+        "rope.freq_base": float(spec.rope["rope_theta"]),
+        "vocab_size": spec.vocab_size,
+    }
+    kind, rope = spec.rope["rope_type"], spec.rope
+    if kind in ("linear", "yarn"):
+        original = rope.get("original_max_position_embeddings")
+        meta |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        meta["rope.scaling.original_context_length"] = original
+    taken = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
+    if kind not in ("default", "linear", "yarn", "llama3") or (
+        kind == "yarn" and set(rope) - taken
+    ):
+        raise UserError(f"writing GGUF with this RoPE is not supported: {rope}")
+    meta = {f"{arch}.{k}": v for k, v in meta.items() if v is not None}
+    name = config.get("_name_or_path") or config["model_type"]
+    return meta | {"general.name": name, "general.type": "model", "general.quantization_version": 2}
+
+
+def gguf_vocabulary(tokenizer: Tokenizer, config: dict, rows: int) -> dict:
+    """GGUF's metadata of a tokenizer, such that `gguf_tokenizer` splits PROBE as it does.
+
+    GGUF has names for a few ways to split text before byte-level BPE, so they are tried.
+    """
+
+    def split(tokenizer: Tokenizer) -> tuple:
+        core, text = tokenizer.core, PROBE
+        text = core.normalizer.normalize_str(text) if core.normalizer else text
+        words = core.pre_tokenizer.pre_tokenize_str(text) if core.pre_tokenizer else text
+        return [w for w, *_ in words], tokenizer.encode(PROBE)
+
+    data = json.loads(tokenizer.core.to_str())
+    vocab = tokenizer.core.get_vocab(with_added_tokens=True)
+    if data["model"].get("type") != "BPE" or max(vocab.values()) >= rows:
+        raise UserError("writing GGUF of this tokenizer is not supported: it is no BPE, or too big")
+    tokens, kinds = [f"[PAD{i}]" for i in range(rows)], [5] * rows  # 5: unused
+    for text, i in vocab.items():
+        tokens[i], kinds[i] = text, 1
+    pieces = bool(data["model"].get("byte_fallback"))
+    for byte in range(256) if pieces else ():
+        kinds[vocab[f"<0x{byte:02X}>"]] = 6
+    for added in data["added_tokens"]:
+        kinds[added["id"]] = 3 if added["special"] else 4
+    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in data["model"]["merges"]]
+    bos = tokenizer.encode("a")[:1] == [tokenizer.bos_id]
+    meta = {"tokens": tokens, "token_type": kinds, "add_bos_token": bos}
+    meta["add_eos_token"] = bool(tokenizer.settings.get("add_eos_token"))
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        if (i := tokenizer.token_id(tokenizer.special.get(f"{name}_token"))) is not None:
+            meta[f"{key}_token_id"] = i
+    if "eos_token_id" not in meta and tokenizer.eos_id is not None:
+        meta["eos_token_id"] = tokenizer.eos_id
+    if pieces:
+        first = {a + b: -float(i) for i, (a, b) in reversed(list(enumerate(merges)))}
+        meta |= {"model": "llama", "pre": "default"}
+        meta["scores"] = [first.get(t, -float(len(merges))) for t in tokens]
+        choices = [{"add_space_prefix": True}, {"add_space_prefix": False}]
+    else:
+        meta |= {"model": "gpt2", "merges": [" ".join(m) for m in merges]}
+        choices = [{"pre": name} for name in GGUF_SPLITS]
+    wanted = split(tokenizer)
+    for choice in choices:
+        said = {f"tokenizer.ggml.{k}": v for k, v in (meta | choice).items()}
+        if tokenizer.template:
+            said["tokenizer.chat_template"] = tokenizer.template
+        if split(gguf_tokenizer(said, {"max_position_embeddings": 0}, Path())) == wanted:
+            return said
+    raise UserError(
+        "GGUF has no name for how this tokenizer splits text; known: "
+        + ", ".join(["llama (SentencePiece)", *GGUF_SPLITS])
+    )
+
+
 # --- Saving ---------------------------------------------------------------------------------------
 
 
@@ -1220,6 +1384,8 @@ class Output:
     """A folder that appears whole or not at all: written beside it, fsynced, renamed.
 
         with Output("fused_model") as folder: ...
+
+    Of a path that ends in .gguf it is the one file of that name in the folder that appears.
 
     Raises:
         UserError: at once if the target exists or cannot be written, so that no work is lost later.
@@ -1243,7 +1409,8 @@ class Output:
             if kind is None:
                 for file in self.temporary.iterdir():
                     sync(file)
-                self.temporary.rename(self.path)
+                file = self.temporary / self.path.name
+                (file if self.path.suffix == ".gguf" else self.temporary).rename(self.path)
                 sync(self.path.parent)
         finally:
             shutil.rmtree(self.temporary, ignore_errors=True)
@@ -1532,11 +1699,18 @@ def dequantize(model: str, save_path: str, dtype: str | None = None) -> None:
     print(f"wrote {save_path}")
 
 
-def convert(model: str, save_path: str, dtype: str | None = None) -> None:
-    """Writes a GGUF file, hub model or folder as an MLX folder; packed weights keep their codes."""
+def convert(model: str, save_path: str, dtype: str | None = None, outtype: str = "f16") -> None:
+    """Writes a GGUF file, hub model or folder as an MLX folder; packed weights keep their codes.
+
+    To --save-path FILE.gguf it writes llama.cpp's format instead, with matrices as --outtype f32,
+    f16, bf16 or q8_0; that needs the gguf package.
+    """
     with Output(save_path) as folder:
         loaded, tokenizer, config = load(model, dtype)
-        save_model(folder, loaded, config, tokenizer)
+        if Path(save_path).suffix == ".gguf":
+            write_gguf(folder / Path(save_path).name, loaded, config, tokenizer, outtype)
+        else:
+            save_model(folder, loaded, config, tokenizer)
     print(f"wrote {save_path}")
 
 

@@ -3,6 +3,9 @@
 import functools
 import json
 import math
+import os
+import platform
+import shutil
 import subprocess
 import sys
 
@@ -1258,6 +1261,179 @@ def test_a_damaged_gguf_is_refused(tmp_path):
     whole = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[:-5000])
     refuses(tmp_path / "cut.gguf", "not a readable GGUF file")
+
+
+def to_gguf(folder, file, outtype="f32"):
+    quant.convert(str(folder), str(file), outtype=outtype)
+    return file
+
+
+@pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_written_gguf_is_the_model_in_each_outtype(tmp_path, family, outtype):
+    gguf = pytest.importorskip("gguf")
+    changes = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}}.get(family, {})
+    tied = family == "qwen3"
+    config = tiny_config(family, tie_word_embeddings=tied, **changes)
+    folder = write_model(tmp_path / "m", config, PACKINGS[4] if family == "mistral" else None)
+    file = to_gguf(folder, tmp_path / "m.gguf", outtype)
+    weights, heads = plain_weights(folder), {"q_proj": 4, "k_proj": 2}
+    tensors = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}
+    assert len(tensors) == len(weights)
+    for name, wanted in weights.items():
+        if family in ("llama", "mistral") and (part := name.split(".")[-2]) in heads:
+            wanted = interleaved(wanted, heads[part])
+        kind = outtype.upper() if wanted.ndim > 1 else "F32"
+        tensor, kind = tensors[gguf_name(name)], gguf.GGMLQuantizationType[kind]
+        assert tensor.tensor_type == kind, name
+        exact = gguf.quants.quantize(wanted.astype(np.float32), kind)
+        got = gguf.quants.dequantize(tensor.data, kind)
+        np.testing.assert_array_equal(got, gguf.quants.dequantize(exact, kind), name)
+    # and read again it is the same model: Q8_0 rounds as its tensors do, the rest hardly
+    limit = {"f32": 1e-5, "f16": 2e-3, "bf16": 3e-2, "q8_0": 3e-2}[outtype]
+    assert apart(ours(file), ours(folder)) < limit
+    before, after = quant.load(str(folder)), quant.load(str(file))
+    for key in ("tie_word_embeddings", "head_dim", "rope_theta", "max_position_embeddings"):
+        assert getattr(after[0].spec, key, None) == getattr(before[0].spec, key, None), key
+
+
+TEXT = "I'm 1234 x=[5];\n\n  \u00e9\U0001f642 <|im_start|>user\nhi<|im_end|> \t"
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2"])
+def test_a_written_gguf_keeps_byte_level_tokens_template_and_marks(tmp_path, pre, bos):
+    gguf = pytest.importorskip("gguf")
+    files = tiny_tokenizer(template=CHATML, add_bos_token=bos)
+    core = json.loads(files["tokenizer.json"])
+    pairs = [["1", "2"], ["12", "3"], ["123", "4"], ["m", "a"], ["I", "'"], ["I'", "m"], ["x", "="]]
+    core["model"]["merges"] = pairs
+    core["model"]["vocab"] |= {a + b: 261 + i for i, (a, b) in enumerate(pairs)}
+    regex = quant.GGUF_SPLITS[pre]
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    first = {"type": "Digits", "individual_digits": True} if regex is None else split
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    last["use_regex"] = not regex
+    parts = [last] if regex == "" else [first, last]
+    core["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    core["normalizer"] = {"type": "NFC"} if pre == "qwen2" else None
+    core["model"]["ignore_merges"] = pre == "llama-bpe"
+    files["tokenizer.json"] = json.dumps(core).encode()
+    folder = write_model(tmp_path / "m", files=files)
+    file = to_gguf(folder, tmp_path / "m.gguf")
+    said = {k: f.contents() for k, f in gguf.GGUFReader(str(file)).fields.items()}
+    assert said["tokenizer.ggml.pre"] == pre
+    assert said["tokenizer.ggml.token_type"][1:5] == [3] * 4
+    assert said["tokenizer.ggml.token_type"][299] == 5 and len(said["tokenizer.ggml.tokens"]) == 300
+    before, after = (quant.load(str(f))[1] for f in (folder, file))
+    assert after.encode(TEXT) == before.encode(TEXT) and (before.encode(TEXT)[0] == 1) == bos
+    assert after.template == before.template and after.eos_ids == before.eos_ids
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_written_gguf_keeps_sentencepiece_tokens(tmp_path, prefix):
+    pieces = {"tokenizer.ggml.tokens": [*PIECES, "ab", "abc", "\u2581ab", "bc"]}
+    pieces["tokenizer.ggml.tokens"] += [f"<pad{i}>" for i in range(300 - len(PIECES) - 4)]
+    meta = pieces | {"tokenizer.ggml.add_space_prefix": prefix}
+    write_gguf(tmp_path / "a.gguf", meta=meta)
+    quant.convert(str(tmp_path / "a.gguf"), str(tmp_path / "m"))
+    file = to_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    before, after = (quant.load(str(f))[1] for f in (tmp_path / "a.gguf", file))
+    for text in ("abc ab cab, abcab\n", " ab\u00e9", "bcbc <s> abc"):
+        assert after.encode(text) == before.encode(text)
+    assert apart(ours(file), ours(tmp_path / "a.gguf")) == 0
+
+
+@pytest.mark.parametrize("rope", [*ROPES[2:5], *ROPES[6:8]], ids=str)
+def test_a_written_gguf_keeps_the_rope_or_refuses_it(tmp_path, rope):
+    folder = write_model(tmp_path / "m", tiny_config(rope_scaling=rope, head_dim=64))
+    if rope["rope_type"] == "dynamic" or "beta_fast" in rope:
+        with pytest.raises(quant.UserError, match="RoPE is not supported.*factor"):
+            to_gguf(folder, tmp_path / "m.gguf")
+    else:
+        file = to_gguf(folder, tmp_path / "m.gguf")
+        assert apart(ours(file), ours(folder)) < 1e-5
+
+
+LLAMA_CPP = """
+import {getLlama} from "node-llama-cpp";
+const llama = await getLlama({gpu: false, build: "never"});
+for (const path of process.argv.slice(2)) {
+  const model = await llama.loadModel({modelPath: path});
+  const context = await model.createContext({contextSize: 256, threads: 2});
+  const out = [], text = model.tokenize("The capital of France is", false);
+  for await (const token of context.getSequence().evaluate(text, {temperature: 0})) {
+    out.push(token);
+    if (out.length >= 20) break;
+  }
+  console.log(JSON.stringify(out));
+}
+process.exit(0);
+"""
+
+
+@pytest.mark.slow
+def test_llama_cpp_goes_on_as_we_do(tmp_path):
+    """Every family, with biases and scaled RoPE, through llama.cpp itself (node-llama-cpp)."""
+    if not (npm := shutil.which("npm")):
+        pytest.skip("needs npm, for node-llama-cpp")
+    install = [npm, "install", "--silent", "--omit=optional", "--ignore-scripts"]
+    machine = platform.machine().replace("x86_64", "x64").replace("aarch64", "arm64")
+    system = {"darwin": "mac-arm64-metal"}.get(sys.platform, f"linux-{machine}")
+    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    subprocess.run(["npm", "init", "-y"], cwd=tmp_path, env=env, check=True, capture_output=True)
+    for words in ([*install, "node-llama-cpp@3"], [*install, f"@node-llama-cpp/{system}@3"]):
+        if subprocess.run(words, cwd=tmp_path, env=env).returncode:
+            pytest.skip("node-llama-cpp cannot be installed here")
+    files = tiny_tokenizer()
+    core = json.loads(files["tokenizer.json"])
+    core["model"] |= {"merges": [["i", "s"]], "vocab": core["model"]["vocab"] | {"is": 261}}
+    files["tokenizer.json"] = json.dumps(core).encode()
+    llama3 = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 128}
+    changes = {
+        "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": llama3},
+        "qwen2": {"rope_scaling": {**YARN, "original_max_position_embeddings": 128}},
+        "qwen3": {"tie_word_embeddings": True},
+    }
+    wanted, paths = [], []
+    for family in FAMILIES:
+        config = tiny_config(family, **changes.get(family, {}))
+        folder = write_model(tmp_path / family, config, files=files, seed=7)
+        paths.append(to_gguf(folder, tmp_path / f"{family}.gguf"))
+        model, tokenizer, _ = quant.load(str(folder))
+        ids = tokenizer.encode("The capital of France is", special=False)
+        wanted.append(list(quant.stream(model, ids, {2}, 20)))
+    (tmp_path / "go.mjs").write_text(LLAMA_CPP)
+    words = ["node", "go.mjs", *map(str, paths)]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()[-len(FAMILIES) :]] == wanted
+
+
+def test_what_gguf_cannot_hold_is_refused_by_name_and_leaves_nothing(tmp_path, monkeypatch, dense):
+    def refused(folder, said, outtype="f16"):
+        with pytest.raises(quant.UserError, match=said):
+            to_gguf(folder, tmp_path / "out.gguf", outtype)
+        assert not [f for f in tmp_path.iterdir() if "out" in f.name]
+
+    refused(dense, "--outtype: got 'q4_k', wanted f32", "q4_k")
+    core = json.loads(tiny_tokenizer()["tokenizer.json"])
+    core["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Punctuation", "behavior": "Isolated"}, core["pre_tokenizer"]]}  # fmt: skip
+    files = tiny_tokenizer() | {"tokenizer.json": json.dumps(core).encode()}
+    refused(write_model(tmp_path / "split", files=files), "no name for how this tokenizer")
+    config = tiny_config("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1)
+    refused(write_model(tmp_path / "window", config), "differ in windows")
+    large = write_model(tmp_path / "large")
+    weights = mx.load(str(large / "model.safetensors"))
+    weights["lm_head.weight"][3, 3] = 1e5
+    mx.save_safetensors(str(large / "model.safetensors"), weights, {"format": "mlx"})
+    refused(large, "output.weight has values beyond float16; use --outtype bf16")
+    (tmp_path / "taken.gguf").write_text("mine")
+    with pytest.raises(quant.UserError, match="exists"):
+        to_gguf(dense, tmp_path / "taken.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(dense, "pip install gguf")
 
 
 def rebuilt(meta: dict) -> quant.Tokenizer:
