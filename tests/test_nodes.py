@@ -949,11 +949,20 @@ def test_a_second_ctrl_c_ends_at_once(start, tmp_path, goes_on):
 
 
 def test_a_slow_rank_is_named_and_ranks_that_are_alike_are_not(start, tmp_path):
-    late = AT_STEP.format(what="time.sleep(0.3)")
     flags = dict(iters=6, steps_per_report=2)
+    # alike by so much that what else this machine does is small beside it
     jobs = [
-        start(ranks, hooks=dict.fromkeys(slow, late), where=tmp_path / name, **flags)
-        for name, ranks, slow in (("one", 3, (1,)), ("first", 2, (0,)), ("both", 2, (0, 1)))
+        start(
+            ranks,
+            hooks=dict.fromkeys(slow, AT_STEP.format(what=f"time.sleep({late})")),
+            where=tmp_path / name,
+            **flags,
+        )
+        for name, ranks, slow, late in (
+            ("one", 3, (1,), 0.3),
+            ("first", 2, (0,), 0.3),
+            ("both", 2, (0, 1), 2.0),
+        )
     ]
     found = [[t for t in j.good().stdout.splitlines() if "computes" in t] for j in jobs]
     for rank, said in ((1, found[0]), (0, found[1])):
