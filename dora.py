@@ -1091,6 +1091,8 @@ def from_peft(file: Path, weights: dict, config: dict) -> tuple[dict[str, mx.arr
             raise UserError(f"{file}: PEFT's {key} = {config[key]!r} has no counterpart here")
     found, scales = {}, {}
     for name, array in weights.items():
+        if name.endswith(".base_layer.weight"):
+            continue  # an adapted head's own weight, which PEFT saves along
         parts = name.removeprefix(PEFT_PREFIX).split(".")
         at = next((i for i, part in enumerate(parts) if part in PEFT_LEAVES), None)
         if not name.startswith(PEFT_PREFIX) or not at or parts[at + 1 :] not in ([], ["weight"]):

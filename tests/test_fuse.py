@@ -512,6 +512,79 @@ def test_to_peft_and_back_is_bit_for_bit(dense, tmp_path, kind, scale):
     assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "peft" / name).read_bytes()
 
 
+@pytest.fixture
+def peft():
+    """PEFT itself, on PyTorch: pip install torch peft."""
+    pytest.importorskip("torch")
+    return pytest.importorskip("peft")
+
+
+def in_torch(base: Path):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32").eval()
+
+
+def torch_logits(model) -> mx.array:
+    import torch
+
+    with torch.no_grad():
+        return mx.array(model(torch.tensor(TOKENS.tolist())).logits.numpy())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dora", "lora"])
+def test_peft_itself_loads_what_is_exported(peft, dense, tmp_path, kind):
+    adapter = train_on(dense, tmp_path / "adapter", kind=kind)
+    fuse.fuse([str(adapter)], to="peft", save_path=str(tmp_path / "peft"))
+    model = peft.PeftModel.from_pretrained(in_torch(dense), tmp_path / "peft")
+    live = logits(dense, str(adapter))
+    assert apart(logits(dense), live) > 0.1
+    assert apart(torch_logits(model), live) < 1e-5
+    model.save_pretrained(tmp_path / "again")  # with the head's own weight beside it
+    ours, theirs = (dora.read_adapter(str(tmp_path / f)) for f in ("peft", "again"))
+    assert all(mx.array_equal(a, theirs[0][k]) for k, a in ours[0].items())
+    assert set(ours[0]) == set(theirs[0]) and ours[1]["scales"] == theirs[1]["scales"]
+
+
+PEFT_WAYS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "use_dora": True,
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 8},
+        "alpha_pattern": {"down_proj": 3},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", PEFT_WAYS)
+def test_what_peft_itself_wrote_is_the_same_model_here(peft, dense, tmp_path, way):
+    import torch
+
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = dict(r=4, lora_alpha=6, target_modules=targets, **PEFT_WAYS[way])
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config)
+    model = peft.get_peft_model(in_torch(dense), config).eval()
+    model.save_pretrained(tmp_path / "peft")
+    live = torch_logits(model)
+    assert apart(logits(dense), live) > 0.01
+    assert apart(logits(dense, str(tmp_path / "peft")), live) < 1e-5
+    fuse.fuse([str(tmp_path / "peft")], model=str(dense), save_path=str(tmp_path / "fused"))
+    assert apart(logits(tmp_path / "fused"), live) < 1e-5
+    dora.save_peft(tmp_path, *dora.read_adapter(str(tmp_path / "peft")))  # and the way back
+    ours, theirs = (
+        mx.load(str(f / "adapter_model.safetensors")) for f in (tmp_path, tmp_path / "peft")
+    )
+    assert set(ours) == set(theirs) and all(mx.array_equal(a, theirs[k]) for k, a in ours.items())
+    assert (
+        apart(torch_logits(peft.PeftModel.from_pretrained(in_torch(dense), tmp_path)), live) < 1e-5
+    )
+
+
 UNMAPPED = {
     "bias": (dict(bias="all"), "bias"),
     "modules_to_save": (dict(modules_to_save=["lm_head"]), "modules_to_save"),
