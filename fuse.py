@@ -233,7 +233,7 @@ def rounded(W: mx.array, scales, biases, bits: int, group: int, U: mx.array) -> 
     """W (O, I) as codes on a grid of scales and biases (O, I / group), packed (O, I bits / 32).
 
     Every input's codes make up for the errors of those before it, by U; see `feedback`. In NumPy:
-    thousands of short steps in turn are nothing for a GPU.
+    on a GPU each of these many short steps would wait for a launch.
     """
     wanted, s, b = (np.array(a.astype(mx.float32).T, order="C") for a in (W, scales, biases))
     U, s = np.array(U), np.where(s == 0, 1, s)

@@ -1240,7 +1240,7 @@ def write_gguf(file: Path, model: Model, config: dict, tokenizer: Tokenizer, out
         raise UserError(f"--outtype: got {outtype!r}, wanted f32, f16, bf16 or q8_0")
     types, spec = gguf.GGMLQuantizationType, model.spec
     arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
-    meta = gguf_meta(arch, spec, config) | gguf_vocabulary(tokenizer, config, spec.vocab_size)
+    meta = gguf_meta(arch, spec, config) | gguf_vocabulary(tokenizer, spec.vocab_size)
     meta["general.file_type"] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}[outtype]
     unpack(model, mx.float32)
     names = {v: k for k, v in GGUF_TENSORS.items()} | {v: k for k, v in GGUF_TOP.items()}
@@ -1293,6 +1293,12 @@ def gguf_meta(arch: str, spec: Spec, config: dict) -> dict:
     window = next(iter(set(spec.windows)))
     if len(set(spec.windows)) > 1 or (window and arch != "llama"):
         raise UserError("writing GGUF of a model whose layers differ in windows is not supported")
+    if window and window < spec.max_position_embeddings:
+        print(
+            f"warning: llama.cpp ignores this model's sliding window: after {window} tokens it "
+            "attends to more than the model was trained for",
+            file=sys.stderr,
+        )
     meta = {
         "context_length": spec.max_position_embeddings,
         "embedding_length": spec.hidden_size,
@@ -1323,7 +1329,7 @@ def gguf_meta(arch: str, spec: Spec, config: dict) -> dict:
     return meta | {"general.name": name, "general.type": "model", "general.quantization_version": 2}
 
 
-def gguf_vocabulary(tokenizer: Tokenizer, config: dict, rows: int) -> dict:
+def gguf_vocabulary(tokenizer: Tokenizer, rows: int) -> dict:
     """GGUF's metadata of a tokenizer, such that `gguf_tokenizer` splits PROBE as it does.
 
     GGUF has names for a few ways to split text before byte-level BPE, so they are tried.
@@ -1343,8 +1349,9 @@ def gguf_vocabulary(tokenizer: Tokenizer, config: dict, rows: int) -> dict:
     for text, i in vocab.items():
         tokens[i], kinds[i] = text, 1
     pieces = bool(data["model"].get("byte_fallback"))
-    for byte in range(256) if pieces else ():
-        kinds[vocab[f"<0x{byte:02X}>"]] = 6
+    for name in (f"<0x{byte:02X}>" for byte in range(256)):
+        if pieces and name in vocab:
+            kinds[vocab[name]] = 6
     for added in data["added_tokens"]:
         kinds[added["id"]] = 3 if added["special"] else 4
     merges = [m.split(" ", 1) if isinstance(m, str) else m for m in data["model"]["merges"]]

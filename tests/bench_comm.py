@@ -59,9 +59,7 @@ def machines(count: int, trunks: int, rate: str):
                 sh(f"ip -n {name} link set eth{k} up")
                 sh(f"ip -n {hub} link set p{r}x{k} master br{k}")
                 sh(f"ip -n {hub} link set p{r}x{k} up")
-                burst = int(
-                    LIMITS[rate] * 0.002
-                )  # a shorter one costs more timers than there is CPU
+                burst = int(LIMITS[rate] * 0.002)  # shorter: more timers than there is CPU
                 limit = f"rate {rate} burst {burst} limit {8 * burst}"
                 sh(f"ip netns exec {name} tc qdisc add dev eth{k} root tbf {limit}")
         yield
@@ -177,7 +175,7 @@ def links(*, rates: list[str] = tuple(LIMITS)) -> None:
         with machines(count, trunks, rate):
             alone = ranks(count, trunks, "tcp", "rank-links") if trunks == 1 else ()
             sides = [ranks(count, trunks, s, "rank-links") for s in ("ours", "mlx")]
-        for row in ([alone],) * bool(alone) + (sides,):
+        for row in [[alone], sides] if alone else [sides]:
             for key in row[0][0]:
                 cells, cpus = [], []
                 for said in row:
@@ -186,7 +184,7 @@ def links(*, rates: list[str] = tuple(LIMITS)) -> None:
                     best = 2 * (count - 1) / count * float(key.split()[0]) * 1e6 / LIMITS[rate]
                     cells.append(f"{best / seconds:.3f}, {cpus[-1]:.2f}")
                 cells += [f"{cpus[1] / cpus[0]:.1f}"] if len(cpus) == 2 else ["", ""]
-                cells = [str(count), str(trunks), rate, key, *cells]
+                cells = [str(count), str(trunks), rate, key.replace("1 TCP", "TCP"), *cells]
                 print("|", " | ".join(cells), "|", flush=True)
 
 

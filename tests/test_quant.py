@@ -1293,8 +1293,8 @@ def test_a_written_gguf_is_the_model_in_each_outtype(tmp_path, family, outtype):
     limit = {"f32": 1e-5, "f16": 2e-3, "bf16": 3e-2, "q8_0": 3e-2}[outtype]
     assert apart(ours(file), ours(folder)) < limit
     before, after = quant.load(str(folder)), quant.load(str(file))
-    for key in ("tie_word_embeddings", "head_dim", "rope_theta", "max_position_embeddings"):
-        assert getattr(after[0].spec, key, None) == getattr(before[0].spec, key, None), key
+    for key in ("tie_word_embeddings", "head_dim", "rope", "max_position_embeddings"):
+        assert getattr(after[0].spec, key) == getattr(before[0].spec, key), key
 
 
 TEXT = "I'm 1234 x=[5];\n\n  \u00e9\U0001f642 <|im_start|>user\nhi<|im_end|> \t"
@@ -1353,6 +1353,14 @@ def test_a_written_gguf_keeps_the_rope_or_refuses_it(tmp_path, rope):
     else:
         file = to_gguf(folder, tmp_path / "m.gguf")
         assert apart(ours(file), ours(folder)) < 1e-5
+
+
+@pytest.mark.parametrize("window, warned", [(3, True), (512, False)])
+def test_a_written_gguf_keeps_a_window_that_llama_cpp_ignores(tmp_path, capsys, window, warned):
+    folder = write_model(tmp_path / "m", tiny_config("mistral", sliding_window=window))
+    file = to_gguf(folder, tmp_path / "m.gguf")
+    assert apart(ours(file), ours(folder)) < 1e-5
+    assert ("after 3 tokens" in capsys.readouterr().err) == warned
 
 
 LLAMA_CPP = """
