@@ -922,6 +922,15 @@ def common(values):
     return found.pop() if len(found) == 1 else None
 
 
+def adapter_file(path: str | Path) -> Path:
+    """The file that `path` means: itself, or the one of this name or of PEFT's in the folder."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        both = file / "adapters.safetensors", file / PEFT_FILE
+        file = both[1] if both[1].exists() and not both[0].exists() else both[0]
+    return file
+
+
 def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
     """Tensors and settings of an adapter file, or of the adapters.safetensors in a folder.
 
@@ -935,10 +944,7 @@ def read_adapter(path: str) -> tuple[dict[str, mx.array], dict]:
     """
     from safetensors import SafetensorError, safe_open
 
-    file = Path(path).expanduser()
-    if file.is_dir():
-        both = file / "adapters.safetensors", file / PEFT_FILE
-        file = both[1] if both[1].exists() and not both[0].exists() else both[0]
+    file = adapter_file(path)
     if not file.is_file():
         raise UserError(f"{path}: no such adapter; wanted an adapters.safetensors or its folder")
     try:
@@ -1021,9 +1027,13 @@ def check_tensors(file: Path, weights: dict, settings: dict) -> None:
 
 
 def load_adapter(
-    model: nn.Module, path: str, config: dict | None = None, force: bool = False
+    model: nn.Module,
+    path: str,
+    config: dict | None = None,
+    force: bool = False,
+    here: str = "this model",
 ) -> dict:
-    """Puts the adapter at `path` on `model`; returns its settings.
+    """Puts the adapter at `path` on `model`, called `here` in messages; returns its settings.
 
     The file's tensors say which layers. With `config` (the model's), and the fingerprint and
     sketch the file has, the base is checked: other weights are an error unless `force`, another
@@ -1034,7 +1044,8 @@ def load_adapter(
         return load_full(model, path, weights, settings)
     paths = matching(model, path, weights)
     if "sketch" in settings and not force:
-        check_base(dict(model.named_modules()), path, paths, settings, config)
+        if said := check_base(dict(model.named_modules()), path, paths, settings, config, here):
+            print(said, file=sys.stderr)
     ranks = {p: weights[f"{p}.lora_a"].shape[-1] for p in paths}
     scale = settings.get("scales") or settings["scale"]
     wrap(model, paths, ranks, scale, settings["dropout"], settings["kind"])
@@ -1071,6 +1082,7 @@ def matching(model: nn.Module, path: str, weights: dict[str, mx.array]) -> list[
 
 
 PEFT_FILE, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+MOVES_BASE = "pissa", "olora", "corda", "loftq"
 PEFT_LEAVES = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "m"}
 
 
@@ -1086,9 +1098,14 @@ def from_peft(file: Path, weights: dict, config: dict) -> tuple[dict[str, mx.arr
     fine = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "lora_bias": False}
     fine |= dict.fromkeys(("modules_to_save", "layer_replication", "megatron_config"))
     fine |= dict.fromkeys(("target_parameters", "trainable_token_indices", "exclude_modules"))
+    fine |= dict.fromkeys(("alora_invocation_tokens", "use_qalora", "use_bdlora"), False)
     for key, value in fine.items():
         if config.get(key, value) not in (value, None, [], {}):
             raise UserError(f"{file}: PEFT's {key} = {config[key]!r} has no counterpart here")
+    moved = str(config.get("init_lora_weights")).lower().startswith(MOVES_BASE)
+    if moved:  # such an adapter is of a base that PEFT has changed as well
+        got = config["init_lora_weights"]
+        raise UserError(f"{file}: init_lora_weights {got!r}: have PEFT save it as plain LoRA first")
     found, scales = {}, {}
     for name, array in weights.items():
         if name.endswith(".base_layer.weight"):
@@ -1189,19 +1206,22 @@ def load_full(model: nn.Module, path: str, weights: dict, settings: dict) -> dic
     return settings
 
 
-def check_base(layers: dict, path: str, paths: list[str], settings: dict, config: dict | None):
-    """Compares the base an adapter was trained on with the one at hand.
+def check_base(
+    layers: dict, path: str, paths: list[str], settings: dict, config: dict | None, here: str
+) -> str | None:
+    """Compares the base an adapter was trained on with the one at hand; returns a warning or None.
 
     Args:
         layers: of the base by path; all of them, or some.
         paths: all layers of the adapter, in order, as `matching` gives them.
+        here: what to call the one at hand.
 
     Raises:
         UserError: other weights, or another config. The same packed differently is a warning.
     """
     base = f"the base it was trained on ({settings['base'] or 'unnamed'})"
     if config and settings["fingerprint"] not in ("", fingerprint(config)):
-        raise UserError(f"{path}: config.json differs from that of {base}")
+        raise UserError(f"{path}: config.json of {here} differs from that of {base}")
     then, how = np.array(settings["sketch"], np.float32), settings["packing"]
     if len(then) != len(paths):
         raise UserError(f"{path}: its metadata describes {len(then)} layers, it has {len(paths)}")
@@ -1211,11 +1231,11 @@ def check_base(layers: dict, path: str, paths: list[str], settings: dict, config
     same = all(list(packing(layers[paths[i]]) or ()) == (how[i] or []) for i in there)
     if apart > 0.5 or (same and apart > 1e-3):
         raise UserError(
-            f"{path}: the weights differ from {base} by {apart:.1%}; use that base, or force it"
+            f"{path}: the weights of {here} differ from {base} by {apart:.1%}; use that base, or "
+            "force it"
         )
     if apart > 1e-3:
-        said = f"the same base as {base} but packed differently ({apart:.1%} apart)"
-        print(f"{path}: warning: {said}", file=sys.stderr)
+        return f"{path}: warning: {here} is {base} packed differently ({apart:.1%} apart)"
 
 
 # --- Commands -------------------------------------------------------------------------------------

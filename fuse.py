@@ -41,6 +41,7 @@ from quant import UserError
 WAYS = "model", "lora", "peft"
 ROWS, LENGTH = 16, 512  # of text to calibrate on, and as many to compare on
 DAMPING = 0.01  # of H's mean diagonal, added to it
+FP4 = [s * x for s in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]  # by code, E2M1
 EMPHASIS = 10.0  # of the directions of the update; 1 measures worse, 100 the same
 
 
@@ -102,14 +103,18 @@ def fuse(
         else:
             rows = sample(data, read[0][1].get("data"), tokenizer)
             how = dict(to=to, bits=bits, group_size=group_size, dequantize=dequantize)
-            merge = Merge(loaded, config, rounding=rounding, **how)
+            merge = Merge(loaded, config, base, rounding=rounding, **how)
             for path, (tensors, settings), share in zip(adapters, read, shares, strict=True):
                 merge.add(path, tensors, settings, share, force)
             report = merge.run(quant.Shards(folder), tokenizer, rows)
             report = {"base": base, "adapters": dict(zip(adapters, shares, strict=True))} | report
             (folder / "fuse_report.json").write_text(json.dumps(report, indent=2))
-            tell(report)
+            config = merge.config
+            tell(report, "quantization" in config)
     print(f"wrote {Path(save_path)}: {base} with {', '.join(adapters)}")
+    if "quantization" in config:
+        gguf = f"python quant.py convert {save_path} --save-path FILE.gguf"
+        print(f"packed as MLX packs; for llama.cpp: {gguf}")
 
 
 def to_peft(adapters: list[str], read: list, save_path: str) -> None:
@@ -229,22 +234,28 @@ def feedback(H: mx.array, A: mx.array) -> mx.array:
     return mx.array((R / np.diag(R) - np.eye(len(R))).astype(np.float32))
 
 
-def rounded(W: mx.array, scales, biases, bits: int, group: int, U: mx.array) -> mx.array:
-    """W (O, I) as codes on a grid of scales and biases (O, I / group), packed (O, I bits / 32).
+def rounded(W: mx.array, how: tuple, scales, biases, U: mx.array) -> mx.array:
+    """W (O, I) as codes on the grid of scales and biases (O, I / group), packed (O, I bits / 32).
 
     Every input's codes make up for the errors of those before it, by U; see `feedback`. In NumPy:
     on a GPU each of these many short steps would wait for a launch.
     """
-    wanted, s, b = (np.array(a.astype(mx.float32).T, order="C") for a in (W, scales, biases))
-    U, s = np.array(U), np.where(s == 0, 1, s)
+    group, bits, mode = how
+    wanted, U, (s, b, values) = np.array(W.T, order="C"), np.array(U), grid(how, scales, biases)
     codes, errors = np.empty(wanted.shape, np.uint8), wanted.copy()
+    order = np.argsort(values).astype(np.uint8)  # what is no number comes last, and is never chosen
+    middles = (values[order][1:] + values[order][:-1]) / 2
 
     def run(begin: int, end: int) -> None:
         """Rounds these inputs, when `wanted` makes up for all that come before them."""
         if end - begin == 1:
             at = begin // group
-            q = np.clip(np.rint((wanted[begin] - b[at]) / s[at]), 0, 2**bits - 1)
-            errors[begin] -= q * s[at] + b[at]
+            x = (wanted[begin] - b[at]) / s[at]
+            if mode == "affine":
+                q = np.clip(np.rint(x), 0, 2**bits - 1).astype(np.uint8)
+            else:
+                q = order[np.searchsorted(middles, x)]
+            errors[begin] -= values[q] * s[at] + b[at]
             codes[begin] = q
         else:
             half = (begin + end) // 2
@@ -257,6 +268,20 @@ def rounded(W: mx.array, scales, biases, bits: int, group: int, U: mx.array) -> 
     stream = np.unpackbits(codes.T[..., None], axis=-1, count=bits, bitorder="little")
     stream = stream.reshape(codes.shape[1], -1)
     return mx.array(np.packbits(stream, axis=-1, bitorder="little").view("<u4"))
+
+
+def grid(how: tuple, scales, biases) -> tuple[np.ndarray, ...]:
+    """Scales and biases (I / group, O), and what each code is where the scale is 1 (2^bits,)."""
+    group, bits, mode = how
+    if mode == "affine":
+        values = mx.arange(2**bits)
+    else:
+        power = mx.power(2.0, scales.astype(mx.float32) - 127)
+        scales = mx.from_fp8(scales, mx.float32) if mode == "nvfp4" else power
+        biases = mx.zeros_like(scales)
+        values = mx.from_fp8(mx.arange(256, dtype=mx.uint8)) if bits == 8 else mx.array(FP4)
+    s, b, values = (np.array(a.astype(mx.float32).T, order="C") for a in (scales, biases, values))
+    return np.where(s == 0, 1, s), b, values
 
 
 def sums(new: mx.array, wanted: mx.array, old: mx.array, H: mx.array) -> np.ndarray:
@@ -308,8 +333,9 @@ class Probe(nn.Module):
 class Merge:
     """Adapters on a base, and the way to write what they make of it."""
 
-    def __init__(self, model, config: dict, to: str, bits, group_size, dequantize, rounding):
+    def __init__(self, model, config: dict, name, to: str, bits, group_size, dequantize, rounding):
         self.model, self.config, self.to, self.dequantize = model, config, to, dequantize
+        self.name, self.warned = name, set()
         self.bits, self.group_size, self.rounding = bits, group_size, rounding
         self.parts: dict[str, list[Part]] = {}
         self.adapters, self.sums, self.lora = [], {}, {}
@@ -384,7 +410,10 @@ class Merge:
     def check(self, layers: dict) -> None:
         for path, paths, settings, config in self.adapters:
             if any(p in layers for p in paths):
-                dora.check_base(layers, path, paths, settings, config)
+                said = dora.check_base(layers, path, paths, settings, config, self.name)
+                if said and path not in self.warned:  # not once more for every block
+                    print(said, file=sys.stderr)
+                    self.warned.add(path)
 
     def heads(self, embed, new, flows: dict, calibrate: list) -> dict:
         """The three heads, each h (..., D) -> logits."""
@@ -446,27 +475,22 @@ class Merge:
         if target is None:
             new = quant.Linear(1, 1, bias=False)
             new.weight = (wanted - added).astype(storage)
-        elif target[2] != "affine" or (self.rounding == "nearest" and self.to != "lora"):
+        else:
             new = quant.Linear(1, 1, bias=False)
             new.weight = wanted
             new = new.to_quantized(*target)
+            error = mx.linalg.norm(dora.dense(dora.tensors(new), target, mx.float32) - wanted)
+            small = mx.linalg.norm((A @ B).T) < error and self.rounding == "gptq"
             if target[2] == "affine":
+                if self.to == "lora" or (target == how and small):
+                    # the base's grid: the update is smaller than what a new one would round away
+                    new.scales, new.biases = (base[k] * g for k in ("scales", "biases"))
                 new.scales, new.biases = new.scales.astype(storage), new.biases.astype(storage)
-        else:
-            group, bits, _ = target
-            fresh, scales, biases = mx.quantize(wanted, group, bits)
-            error = mx.linalg.norm(mx.dequantize(fresh, scales, biases, group, bits) - wanted)
-            if self.to == "lora" or (target == how and mx.linalg.norm((A @ B).T) < error):
-                # the base's own grid: the update is smaller than what a new one would round away
-                scales, biases = (base[k].astype(mx.float32) * g for k in ("scales", "biases"))
-            scales, biases = (a.astype(storage).astype(mx.float32) for a in (scales, biases))
-            new = quant.QuantizedLinear(group, 1, False, group, bits)
             if self.to == "lora":
                 new.weight = base.weight
-            else:
+            elif self.rounding == "gptq":
                 U = feedback(probe.H, A)
-                new.weight = rounded(wanted, scales, biases, bits, group, U)
-            new.scales, new.biases = scales.astype(storage), biases.astype(storage)
+                new.weight = rounded(wanted, target, new.scales, new.get("biases"), U)
         if "bias" in base:
             new.bias = base.bias
         got = dora.dense(dora.tensors(new), dora.packing(new), mx.float32) + added
@@ -537,7 +561,7 @@ def put(block: nn.Module, prefix: str, layers: dict[str, nn.Module]) -> None:
     block.update_modules(tree_unflatten([(p.removeprefix(prefix), m) for p, m in layers.items()]))
 
 
-def tell(report: dict) -> None:
+def tell(report: dict, packed: bool) -> None:
     """The report in a few lines, and a warning where too little is left."""
     every, text = report["overall"], report["text"]
     loss, kl = text["loss"], text["kl"]
@@ -553,7 +577,8 @@ def tell(report: dict) -> None:
         print("warning: every lora_b is zero: this adapter changes nothing", file=sys.stderr)
     elif kl["fused"] > 0.1 * kl["base"]:
         lost = f"the fused model is {kl['fused'] / kl['base']:.0%} as far from the unfused as the "
-        lost += "base is: more of the update survives --bits 8, --dequantize or --to lora"
+        ways = "--bits 8, --dequantize or --to lora" if packed else "--to lora"
+        lost += f"base is: more of the update survives {ways}"
         print(f"warning: {lost}", file=sys.stderr)
 
 

@@ -1730,7 +1730,7 @@ def load_adapted(model: str, adapter: str, dtype: str | None) -> tuple[Model, To
     try:
         dora.read_adapter(adapter)
         loaded, tokenizer, config = load(model, dtype)
-        dora.load_adapter(loaded, adapter, config)
+        dora.load_adapter(loaded, adapter, config, here=model)
     except dora.UserError as error:
         raise UserError(str(error)) from None
     loaded.eval()

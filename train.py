@@ -1087,8 +1087,8 @@ def find_resume(root: Path, resume: bool | str) -> Path | None:
         elif (source / "state.json").exists():
             if problem := damage(source):
                 raise UserError(f"--resume {source}: {problem}")
-        elif source.is_dir():
-            source = source / "adapters.safetensors"
+        else:
+            source = dora.adapter_file(source)
         if not source.exists():
             raise UserError(f"--resume {resume}: no such checkpoint or adapter file")
     held = files.all() or (root / "adapters.safetensors").exists()
@@ -1124,7 +1124,7 @@ def take_weights(model, config: dict, s: dict, source: Path, wanted: list[str]) 
         if has[key] not in (None, s[name]):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{source} has {key} {has[key]}, not {s[name]}; give {flag} {has[key]}")
-    dora.load_adapter(model, str(source), config)
+    dora.load_adapter(model, str(source), config, here=s["model"])
     layers = dora.adapted(model)
     if odd := sorted(set(layers or weights) ^ set(wanted)):
         raise UserError(

@@ -349,19 +349,36 @@ def test_a_slight_update_survives_four_bits(small, tmp_path):
         assert abs(ours[where]["kept"] - 1) < 0.05 < abs(plain[where]["kept"] - 1)
 
 
-def test_the_report_is_of_what_was_written(small, tmp_path):
-    """Dense: everything is kept. The losses of base and fused are those of the folders."""
+@pytest.mark.parametrize("packing", PACKINGS[-3:], ids=name_of)
+def test_codes_of_float_formats_make_up_for_each_other_too(packing, tmp_path):
+    """Their scales cannot hold g, so the grid is new; what the inputs see of the update is kept
+    far better all the same."""
+    base = write_model(tmp_path / "base", packing=packing)
+    adapter = slight(base, tmp_path / "adapter")
+    for rounding in ("gptq", "nearest"):
+        fuse.fuse([str(adapter)], save_path=str(tmp_path / rounding), rounding=rounding)
+    ours, plain = (report(tmp_path / name)["overall"]["outputs"] for name in ("gptq", "nearest"))
+    assert ours["kept"] > 0.6 and plain["kept"] < 0.4
+    assert ours["cosine"] > 2 * plain["cosine"]
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_the_report_is_of_what_was_written(small, tmp_path, dequantize):
+    """Dense: everything is kept. The losses are those of the folders, and of the live adapter."""
     base, adapter = small
-    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), dequantize=True)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), dequantize=dequantize)
     found = report(tmp_path / "fused")
     assert set(found["layers"]) == {k.rpartition(".")[0] for k in mx.load(str(adapter))}
-    assert found["overall"]["error"] < 1e-6 and found["text"]["kl"]["fused"] < 1e-6
-    for each in (found["overall"], *found["layers"].values()):
-        for where in ("weights", "outputs"):
-            assert each[where] == pytest.approx({"kept": 1.0, "cosine": 1.0}, abs=1e-4)
+    if dequantize:
+        assert found["overall"]["error"] < 1e-6 and found["text"]["kl"]["fused"] < 1e-6
+        for each in (found["overall"], *found["layers"].values()):
+            for where in ("weights", "outputs"):
+                assert each[where] == pytest.approx({"kept": 1.0, "cosine": 1.0}, abs=1e-4)
     rows = fuse.sample(None, None, quant.load(str(base))[1])[2]
-    for name, folder in (("base", base), ("fused", tmp_path / "fused")):
+    for name, folder in (("base", base), ("unfused", base), ("fused", tmp_path / "fused")):
         model, total, count = quant.load(str(folder))[0], 0.0, 0
+        if name == "unfused":
+            dora.load_adapter(model, str(adapter))
         for row in rows:
             at = np.flatnonzero(row.trained)
             losses = nn.losses.cross_entropy(model(row.tokens[:, :-1])[0], row.tokens[0, 1:])
@@ -369,11 +386,35 @@ def test_the_report_is_of_what_was_written(small, tmp_path):
         assert found["text"]["loss"][name] == pytest.approx(total / count, rel=1e-5)
 
 
+def test_a_small_change_survives_in_bfloat16(tmp_path):
+    """Formed in float32 and rounded once: every weight is what float64 says."""
+    base = write_model(tmp_path / "base", dtype=mx.bfloat16)
+    adapter = train_on(base, tmp_path / "adapter", scale=1.0, kind="lora", keys=["up_proj"])
+    tensors, meta = mx.load(str(adapter), return_metadata=True)
+    even = {k: mx.full(a.shape, 5e-6 if "lora_a" in k else 1.0) for k, a in tensors.items()}
+    mx.save_safetensors(str(adapter), even, meta)
+    fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    wanted = np.array(weights(base)[name].astype(mx.float32), np.float64) + 4 * np.float32(5e-6)
+    wanted = mx.array(wanted.astype(np.float32)).astype(mx.bfloat16)
+    assert mx.array_equal(weights(tmp_path / "fused")[name], wanted)
+    assert not mx.array_equal(weights(base)[name], wanted)
+
+
+def test_an_adapter_that_changes_nothing_is_said_and_leaves_the_base(dense, tmp_path, capsys):
+    model, _, config = quant.load(str(dense))
+    dora.adapt(model)
+    dora.save_adapter(tmp_path, model, str(dense), config)
+    fuse.fuse([str(tmp_path)], save_path=str(tmp_path / "fused"))
+    assert "changes nothing" in capsys.readouterr().err
+    assert apart(logits(tmp_path / "fused"), logits(dense)) < 1e-6
+
+
 def test_too_little_left_is_a_warning_that_names_the_way_out(tmp_path, capsys):
     base = write_model(tmp_path / "base", packing=PACKINGS[0])
     adapter = slight(base, tmp_path / "adapter")
     fuse.fuse([str(adapter)], save_path=str(tmp_path / "fused"), rounding="nearest")
-    assert "--bits 8" in capsys.readouterr().err
+    assert "--bits 8, --dequantize or --to lora" in capsys.readouterr().err
     fuse.fuse([str(adapter)], save_path=str(tmp_path / "dense"), dequantize=True)
     assert "warning" not in capsys.readouterr().err
 
@@ -585,7 +626,23 @@ def test_what_peft_itself_wrote_is_the_same_model_here(peft, dense, tmp_path, wa
     )
 
 
+def test_alpha_is_rank_times_scale(dense, tmp_path):
+    adapter = train_on(dense, tmp_path / "adapter", scale=2.0)
+    fuse.fuse([str(adapter)], to="peft", save_path=str(tmp_path / "peft"))
+    said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"]) == (4, 8)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "embed_tokens.lora_embedding_A"])
+def test_other_tensors_in_a_peft_file_are_refused_by_name(dense, tmp_path, name):
+    more = {f"base_model.model.model.{name}": mx.zeros((320, 64))}
+    with pytest.raises(dora.UserError, match=name):
+        dora.read_adapter(str(peft_folder(tmp_path / "peft", peft_tensors(dense) | more)))
+
+
 UNMAPPED = {
+    "only after its trigger": (dict(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens"),
+    "of a base that PEFT changed": (dict(init_lora_weights="pissa_niter_4"), "pissa_niter_4"),
     "bias": (dict(bias="all"), "bias"),
     "modules_to_save": (dict(modules_to_save=["lm_head"]), "modules_to_save"),
     "fan_in_fan_out": (dict(fan_in_fan_out=True), "fan_in_fan_out"),
@@ -625,7 +682,7 @@ def nameless(folder, adapter):
 
 
 REFUSALS = {
-    "another base": (lambda f, a: dict(adapters=a, model=other_base(f)), "weights differ"),
+    "another base": (lambda f, a: dict(adapters=a, model=other_base(f)), "weights of .* differ"),
     "cut in half": (lambda f, a: dict(adapters=half(f, a)), "damaged or cut short"),
     "no base named": (lambda f, a: dict(adapters=nameless(f, a)), "give --model"),
     "no such base": (lambda f, a: dict(adapters=a, model=f / "none" / "such"), "no such folder"),
@@ -658,6 +715,8 @@ def test_refusals_leave_nothing_behind_and_the_base_as_it_was(case, tmp_path):
     assert contents(tmp_path) == before
     assert not [f for f in tmp_path.iterdir() if "fused" in f.name]
     if case == "another base":
+        with pytest.raises(dora.UserError, match=f"{flags['model']} differ.*{base}"):
+            fuse.fuse(**flags, save_path=str(tmp_path / "fused"))
         fuse.fuse(**flags, save_path=str(tmp_path / "fused"), force=True)
         assert (tmp_path / "fused" / "config.json").exists()
 
@@ -666,7 +725,9 @@ def test_a_second_adapter_is_refused_by_the_model_the_first_was_fused_into(small
     base, first = small
     second = train_on(base, tmp_path / "second", seed=20)
     fuse.fuse([str(first)], save_path=str(tmp_path / "once"))
-    with pytest.raises(dora.UserError, match="weights differ from the base it was trained on"):
+    with pytest.raises(
+        dora.UserError, match="weights of .* differ from the base it was trained on"
+    ):
         fuse.fuse([str(second)], model=str(tmp_path / "once"), save_path=str(tmp_path / "twice"))
     assert not (tmp_path / "twice").exists()
 
@@ -678,15 +739,17 @@ def test_another_packing_of_the_same_base_is_fused_with_a_warning(tmp_path, caps
     adapter = train_on(base, tmp_path / "adapter")
     fuse.fuse([str(adapter)], model=str(finer), save_path=str(tmp_path / "fused"))
     said = capsys.readouterr().err
-    assert "packed differently" in said and str(base) in said
+    assert said.count("packed differently") == 1 and str(base) in said and str(finer) in said
     assert apart(logits(tmp_path / "fused"), logits(finer, adapter)) < 0.05
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "read-only"])
+@pytest.mark.parametrize("what", ["file", "folder", "base", "read-only"])
 def test_an_output_that_cannot_be_written_is_refused_at_once(what, small, tmp_path):
     base, adapter = small
-    target = tmp_path / "out"
-    if what == "read-only":
+    target, before = tmp_path / "out", contents(base)
+    if what == "base":
+        target = base
+    elif what == "read-only":
         if os.geteuid() == 0:
             target = Path("/proc/out")  # root may write anywhere else
         else:
@@ -695,7 +758,9 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(what, small, tmp_pa
         target.mkdir() if what == "folder" else target.write_text("mine")
     with pytest.raises(quant.UserError, match="exists; give another|cannot be written"):
         fuse.fuse([str(adapter)], model="no-such/model", save_path=str(target))
-    assert not target.exists() or what == "folder" or target.read_text() == "mine"
+    assert what != "file" or target.read_text() == "mine"
+    assert what != "read-only" or not target.exists()
+    assert contents(base) == before
     tmp_path.chmod(0o700)
 
 
@@ -724,6 +789,23 @@ def test_the_file_alone_is_enough_on_the_command_line(small, tmp_path):
     assert "fused_model" in done.stdout and str(base) in done.stdout
     assert apart(logits(tmp_path / "fused_model"), logits(base, adapter)) < 1e-5
     refused(run_cli("fuse", alone, cwd=tmp_path), "fused_model exists")
+
+
+def test_every_flag_on_the_command_line(small, tmp_path):
+    base, adapter = small
+    rows = tmp_path / "data"
+    rows.mkdir()
+    for split in ("train", "valid"):
+        (rows / f"{split}.jsonl").write_text('{"text": "a quick brown fox and a lazy dog"}\n' * 4)
+    how = ["--model", base, "--bits", 8, "--group-size", 32, "--rounding", "nearest", "--force"]
+    out = ["--data", rows, "--weights", "0.5", "--save-path", tmp_path / "fused"]
+    done = run_cli("fuse", adapter, *how, *out)
+    assert done.returncode == 0, done.stderr
+    assert f"tokens of {rows}" in done.stdout
+    assert "packed as MLX packs; for llama.cpp: python quant.py convert" in done.stdout
+    found = report(tmp_path / "fused")
+    assert found["text"]["source"] == str(rows) and found["adapters"] == {str(adapter): 0.5}
+    refused(run_cli("fuse", adapter, "--data", "/nope", "--save-path", tmp_path / "no"), "/nope")
 
 
 def test_an_adapter_that_is_not_there_is_refused_before_the_model_is_read(tmp_path):

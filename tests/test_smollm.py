@@ -84,6 +84,25 @@ def test_fused_and_unfused_agree(real, trained, tmp_path):
     assert ask(real[0], "--adapter", trained[0], *prompt) == ask(fused, *prompt)
 
 
+def test_the_fused_model_says_the_same_in_mlx_lm(real, trained, tmp_path):
+    """Packed as its base, by the default way; greedy, in float32 on both sides."""
+    from mlx_lm import generate, load
+
+    fused = tmp_path / "fused"
+    done = run_cli("fuse", trained[0], "--data", real[1], "--save-path", fused)
+    assert done.returncode == 0, done.stderr
+    theirs, tokenizer = load(str(fused))
+    quant.cast(theirs, mx.float32)
+    ours, mine, _ = quant.load(str(fused), "float32")
+    for question in ("Describe json.dumps in Python.", "What is the capital of France?"):
+        turns = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+        assert ids == quant.prompt_ids(mine, question)
+        said = generate(theirs, tokenizer, ids, max_tokens=32)
+        assert said == mine.decode(list(quant.stream(ours, ids, mine.eos_ids, 32)))
+        assert len(said) > 5
+
+
 def test_packed_fuse_keeps_what_was_learnt(real, trained, tmp_path):
     fused, empty = tmp_path / "fused", tmp_path / "none"
     done = run_cli("fuse", trained[0] / "adapters.safetensors", "--save-path", fused, "--bits", 8)
