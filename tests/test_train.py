@@ -1018,7 +1018,7 @@ BAD = {
     "misspelt key": ({"config": "c.yaml"}, ("unknown key 'iter'; did you mean 'iters'?",)),
     "other base": (
         {"model": "another", "resume": "other"},
-        ("weights of .* differ from the base",),
+        ("the weights of", "differ from the base"),
     ),
     "no fitting layer": ({"keys": "qkv_proj"}, ("qkv_proj match nothing", "self_attn.q_proj")),
 }
