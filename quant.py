@@ -44,7 +44,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 FLOATS = set(DTYPES.values())
@@ -277,9 +277,45 @@ class Embedding(nn.Embedding):
 FAMILIES = {  # model_type -> what differs, as defaults for keys that config.json may not have
     "llama": {},
     "mistral": {},
+    "mixtral": {"rope_theta": 1e6, "experts_in": "block_sparse_moe", "softmax_last": True},
     "qwen2": {"qkv_bias": True, "attention_bias": False, "max_position_embeddings": 32768},
-    "qwen3": {"qk_norm": True, "head_dim": 128, "max_position_embeddings": 32768},
+    "qwen3": {"qk_norm": "head", "head_dim": 128, "max_position_embeddings": 32768},
+    "qwen3_moe": {"qk_norm": "head", "head_dim": 128, "max_position_embeddings": 32768},
+    "qwen3_5": {"qk_norm": "head", "attention_gate": True, "partial_rotary_factor": 0.25},
+    "gemma2": {
+        "norms": "around",
+        "norm_offset": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+    },
+    "gemma3_text": {
+        "norms": "around",
+        "norm_offset": True,
+        "qk_norm": "head",
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "max_position_embeddings": 131072,
+    },
+    "phi3": {"fused": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "olmo2": {"norms": "after", "qk_norm": "all"},
+    "granite": {},
+    "smollm3": {"no_rope_layer_interval": 4, "rope_theta": 2e6, "max_position_embeddings": 32768},
 }
+FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"]
+ALIASES = {"num_local_experts": "num_experts", "hidden_activation": "hidden_act"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+LAYERS = "windows", "ropes", "deltas", "sparse"  # of a Spec: one entry per layer
 
 
 @dataclasses.dataclass
@@ -288,20 +324,46 @@ class Spec:
 
     hidden_size: int
     num_hidden_layers: int
-    intermediate_size: int
     num_attention_heads: int
     vocab_size: int
+    intermediate_size: int = 0
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    norms: str = "before"  # of attention and MLP: before, after, or around them
     attention_bias: bool = False
     qkv_bias: bool | None = None
     mlp_bias: bool = False
-    qk_norm: bool = False
+    fused: bool = False  # qkv_proj and gate_up_proj instead of their parts
+    qk_norm: str | None = None  # over each head, or all of them
+    attention_gate: bool = False  # q_proj gives a gate beside each query
+    attention_scale: float = 0.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    softmax_last: bool = False  # over the chosen experts only
+    experts_in: str = "mlp"
+    linear_num_value_heads: int = 0
+    linear_num_key_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 4
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
-    windows: tuple = ()  # per layer: None, or how many positions attention looks back
     rope: dict = dataclasses.field(default_factory=dict)  # rope_type, rope_theta, the type's keys
+    windows: tuple = ()  # per layer: None, or how many positions attention looks back
+    ropes: tuple = ()  # per layer: like `rope`, or None
+    deltas: tuple = ()  # per layer: whether it is a gated delta net
+    sparse: tuple = ()  # per layer: whether it has experts
 
     @classmethod
     def read(cls, config: dict) -> "Spec":
@@ -311,46 +373,93 @@ class Spec:
             raise UserError(
                 f"unsupported model_type {kind!r}; supported: {', '.join(sorted(FAMILIES))}"
             )
-        known = {f.name for f in dataclasses.fields(cls)} - {"windows", "rope"}
-        given = {k: v for k, v in config.items() if k in known and v is not None}
-        needed = [
-            f.name
-            for f in dataclasses.fields(cls)
-            if f.default is f.default_factory is dataclasses.MISSING
-        ]
-        if missing := [k for k in needed if k not in given]:
+        config = FAMILIES[kind] | {ALIASES.get(k, k): v for k, v in config.items() if v is not None}
+        fields = dataclasses.fields(cls)
+        needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+        if missing := [k for k in needed if k not in config]:
             raise UserError(f"config.json lacks {', '.join(missing)}")
-        if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-            raise UserError(f"unsupported hidden_act {act!r}; wanted silu")
-        spec = cls(**{**FAMILIES[kind], **given})
+        known = {f.name for f in fields} - {"rope", *LAYERS}
+        spec = cls(**{k: v for k, v in config.items() if k in known})
+        if (act := spec.hidden_act) not in ACTIVATIONS:
+            raise UserError(f"unsupported hidden_act {act!r}; wanted {', '.join(ACTIVATIONS)}")
+        spec.hidden_act = ACTIVATIONS[act]
+        if odd := [k for k in ("kv_lora_rank", "q_lora_rank") if config.get(k)]:
+            raise UserError(f"unsupported: latent attention (MLA), {odd[0]} {config[odd[0]]}")
         spec.num_key_value_heads = spec.num_key_value_heads or spec.num_attention_heads
         spec.head_dim = spec.head_dim or spec.hidden_size // spec.num_attention_heads
         spec.qkv_bias = spec.attention_bias if spec.qkv_bias is None else spec.qkv_bias
-        spec.windows = cls._windows(config, spec.num_hidden_layers)
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-        spec.rope = {**scaling, "rope_theta": theta}
-        if original := config.get("original_max_position_embeddings"):  # Phi's place for it
-            spec.rope["original_max_position_embeddings"] = original
-        spec.rope["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
-        if partial := scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor"):
-            if partial != 1:
-                raise UserError(f"unsupported partial_rotary_factor {partial}")
+        spec.moe_intermediate_size = spec.moe_intermediate_size or spec.intermediate_size
+        if kind.startswith("gemma"):
+            spec.embedding_multiplier = spec.hidden_size**0.5
+        spec.attention_scale = config.get("attention_multiplier") or (
+            config.get("query_pre_attn_scalar", spec.head_dim) ** -0.5
+        )
+        kinds = cls._kinds(config, spec.num_hidden_layers)
+        window = config.get("sliding_window")
+        spec.windows = tuple(window if k == "sliding_attention" else None for k in kinds)
+        spec.deltas = tuple(k == "linear_attention" for k in kinds)
+        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+        spec.sparse = tuple(
+            bool(spec.num_experts) and i not in dense and (i + 1) % step == 0
+            for i in range(len(kinds))
+        )
+        cls._ropes(spec, config, kinds)
         return spec
 
     @staticmethod
-    def _windows(config: dict, layers: int) -> tuple:
-        window, kind = config.get("sliding_window") or None, config["model_type"]
-        if kind.startswith("qwen") and not config.get("use_sliding_window"):
+    def _kinds(config: dict, layers: int) -> list[str]:
+        """What each layer is: full_attention, sliding_attention or linear_attention."""
+        full, sliding, kind = "full_attention", "sliding_attention", config["model_type"]
+        window = config.get("sliding_window")
+        if kind.startswith(("qwen", "smollm3")) and not config.get("use_sliding_window"):
             window = None
         if kinds := config.get("layer_types"):
-            if odd := set(kinds) - {"full_attention", "sliding_attention"}:
+            known = {full, sliding} | ({"linear_attention"} if "qwen3_5" in kind else set())
+            if odd := set(kinds) - known:
                 raise UserError(f"unsupported layer_types: {', '.join(sorted(odd))}")
             if len(kinds) != layers:
                 raise UserError(f"layer_types: got {len(kinds)}, wanted num_hidden_layers {layers}")
-            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        first = {"mistral": 0, "llama": layers}.get(kind, config.get("max_window_layers", 28))
-        return tuple(window if i >= first else None for i in range(layers))
+            return [full if k == sliding and not window else k for k in kinds]
+        if kind.startswith("qwen3_5"):
+            every = config.get("full_attention_interval", 4)
+            return [full if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+        if kind.startswith("gemma"):
+            every = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
+            return [full if (i + 1) % every == 0 else sliding for i in range(layers)]
+        first = 0 if kind in ("mistral", "mixtral", "phi3") else layers
+        if kind.startswith(("qwen", "smollm3")):
+            first = config.get("max_window_layers", 28)
+        return [sliding if window and i >= first else full for i in range(layers)]
+
+    @staticmethod
+    def _ropes(spec: "Spec", config: dict, kinds: list[str]) -> None:
+        """Fills in `rope` and `ropes`: of global layers, of layers with a window, or none."""
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = config["model_type"]
+        local = {"rope_theta": config.get("rope_local_base_freq"), "rope_type": "default"}
+        if "full_attention" in given:
+            given, local = given["full_attention"], given.get("sliding_attention") or local
+        rope = {**given, "rope_theta": given.get("rope_theta") or config.get("rope_theta") or 1e4}
+        if original := config.get("original_max_position_embeddings"):  # Phi's place for it
+            rope["original_max_position_embeddings"] = original
+        named = given.get("rope_type") or given.get("type") or "default"
+        rope["rope_type"] = {"su": "longrope"}.get(named, named)
+        part = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        if kind.startswith("qwen3_5"):  # of text alone, all three positions are the same
+            rope["rope_type"] = "default" if named == "mrope" else named
+        elif part != 1 and kind != "phi3":
+            raise UserError(f"unsupported partial_rotary_factor {part} for {kind}")
+        rope["dims"] = int(spec.head_dim * part)
+        spec.rope, count = rope, len(kinds)
+        with_rope = [True] * count
+        if every := config.get("no_rope_layer_interval"):
+            listed = config.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
+            with_rope = [bool(x) for x in listed]
+        local = rope | local if local["rope_theta"] else rope
+        spec.ropes = tuple(
+            (local if window else rope) if use else None
+            for window, use in zip(spec.windows, with_rope, strict=True)
+        )
 
 
 def rope_frequencies(rope: dict, dims: int, max_positions: int) -> tuple:
@@ -434,9 +543,9 @@ def _yarn(rope, base, factor, original, dims):
 class RoPE(nn.Module):
     """Rotary position embedding of x (B, heads, T, dims), rotate-half layout, every scaling."""
 
-    def __init__(self, rope: dict, dims: int, max_positions: int):
+    def __init__(self, rope: dict, max_positions: int):
         super().__init__()
-        self.dims = dims
+        self.dims = dims = rope["dims"]
         freqs, self.factor = rope_frequencies(rope, dims, max_positions)
         self.freqs_at = freqs if callable(freqs) else None
         self._freqs = None if callable(freqs) else mx.array(freqs.astype(np.float32))
@@ -455,8 +564,9 @@ class RoPE(nn.Module):
 class KVCache:
     """Keys and values of one layer (B, heads, positions, dims); as many as its window can see."""
 
-    def __init__(self, window: int | None = None):
+    def __init__(self, window: int | None = None, first: mx.array | None = None):
         self.window, self.offset, self.keys, self.values = window, 0, None, None
+        self.first = first
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         T, self.offset = keys.shape[2], self.offset + keys.shape[2]
@@ -482,45 +592,103 @@ class KVCache:
 
     def mask(self, T: int) -> mx.array | str | None:
         seen = min(self.offset, self.window - 1) if self.window else self.offset
-        return attention_mask(T, self.window, seen)
+        first = None if self.first is None else self.first - (self.offset - seen)
+        return attention_mask(T, self.window, seen, first)
+
+    def arrays(self) -> list:
+        return [self.keys, self.values]
 
 
-def attention_mask(T: int, window: int | None, seen: int = 0) -> mx.array | str | None:
-    """Mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen + T)."""
-    if window is None or seen + T <= window:
+def attention_mask(
+    T: int, window: int | None, seen: int = 0, first: mx.array | None = None
+) -> mx.array | str | None:
+    """Mask for T new positions after `seen` cached ones: None, "causal", or bool (T, seen + T).
+
+    With `first` (B,), where each row's text begins among these positions: (B, 1, T, seen + T).
+    What is before it sees itself alone, so that nothing is empty.
+    """
+    if first is None and (window is None or seen + T <= window):
         return None if T == 1 else "causal"
     query, key = mx.arange(seen, seen + T)[:, None], mx.arange(seen + T)[None]
-    return (key <= query) & (key > query - window)
+    mask = (key <= query) & (key > query - (window or seen + T))
+    if first is not None:
+        mask = mask & (key >= first[:, None, None, None]) | (key == query)
+    return mask
+
+
+class RMSNorm(nn.RMSNorm):
+    """mlx.nn's, or with 1 + weight as Gemma has it."""
+
+    def __init__(self, dims: int, spec: Spec, offset: bool | None = None):
+        super().__init__(dims, spec.rms_norm_eps)
+        self.offset = spec.norm_offset if offset is None else offset
+        if self.offset:
+            self.weight = mx.zeros((dims,))
+
+    def __call__(self, x):
+        return mx.fast.rms_norm(x, 1 + self.weight if self.offset else self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: Spec, rope: RoPE):
+    def __init__(self, spec: Spec, rope: RoPE | None):
         super().__init__()
-        D, self.head_dim = spec.hidden_size, spec.head_dim
-        heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
-        self.q_proj = Linear(D, heads * self.head_dim, bias=spec.qkv_bias)
-        self.k_proj = Linear(D, kv_heads * self.head_dim, bias=spec.qkv_bias)
-        self.v_proj = Linear(D, kv_heads * self.head_dim, bias=spec.qkv_bias)
-        self.o_proj = Linear(heads * self.head_dim, D, bias=spec.attention_bias)
+        D, d = spec.hidden_size, spec.head_dim
+        self.head_dim, self.scale, self.gated = d, spec.attention_scale, spec.attention_gate
+        self.cap, self.whole = spec.attn_logit_softcapping, spec.qk_norm == "all"
+        wide, narrow = spec.num_attention_heads * d, spec.num_key_value_heads * d
+        self.widths = wide, narrow
+        if spec.fused:
+            self.qkv_proj = Linear(D, wide + 2 * narrow, bias=spec.qkv_bias)
+        else:
+            self.q_proj = Linear(D, wide * (2 if self.gated else 1), bias=spec.qkv_bias)
+            self.k_proj = Linear(D, narrow, bias=spec.qkv_bias)
+            self.v_proj = Linear(D, narrow, bias=spec.qkv_bias)
+        self.o_proj = Linear(wide, D, bias=spec.attention_bias)
         if spec.qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, spec.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, spec.rms_norm_eps)
+            self.q_norm = RMSNorm(wide if self.whole else d, spec)
+            self.k_norm = RMSNorm(narrow if self.whole else d, spec)
         self.rope = rope
 
-    def __call__(self, x, mask, cache: KVCache | None = None):
+    def __call__(self, x, mask, cache: "KVCache | None" = None):
         B, T, _ = x.shape
-        q, k, v = (
-            p(x).reshape(B, T, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if "q_norm" in self:
+        if "qkv_proj" in self:
+            wide, narrow = self.widths
+            q, k, v = mx.split(self.qkv_proj(x), [wide, wide + narrow], axis=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.gated:
+            q, gate = mx.split(q.reshape(B, T, -1, 2 * self.head_dim), 2, axis=-1)
+        if "q_norm" in self and self.whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (a.reshape(B, T, -1, self.head_dim) for a in (q, k, v))
+        if "q_norm" in self and not self.whole:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (a.transpose(0, 2, 1, 3) for a in (q, k, v))  # (B, heads, T, head_dim)
-        offset = cache.offset if cache else 0
-        q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
+        if self.rope is not None:
+            offset = cache.offset if cache else 0
+            q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
         if cache is not None:
             k, v = cache.update_and_fetch(k, v)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5, mask=mask)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, T, -1))
+        if self.cap:
+            out = capped_attention(q, k, v, self.scale, self.cap, mask)
+        else:
+            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)
+        return self.o_proj(out * mx.sigmoid(gate.reshape(B, T, -1)) if self.gated else out)
+
+
+def capped_attention(q, k, v, scale: float, cap: float, mask) -> mx.array:
+    """Attention whose scores are cap tanh(score / cap); see mx.fast for shapes and masks."""
+    (B, H, T, d), G = q.shape, k.shape[1]
+    q = (q * scale).reshape(B, G, H // G, T, d)
+    scores = cap * mx.tanh((q @ k[:, :, None].swapaxes(-1, -2)) / cap)
+    if isinstance(mask, str):
+        mask = mx.tri(T, k.shape[2], k.shape[2] - T, dtype=mx.bool_)
+    if mask is not None:
+        mask = mask[:, None] if mask.ndim == 4 else mask
+        scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    out = mx.softmax(scores, axis=-1, precise=True) @ v[:, :, None]
+    return out.reshape(B, H, T, d)
 
 
 def exp(x: mx.array) -> mx.array:
@@ -547,29 +715,310 @@ def silu(x: mx.array) -> mx.array:
     return x / (1 + exp(-x)) if x.dtype == mx.float32 else nn.silu(x)
 
 
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """up ⊙ gelu(gate), GELU by tanh."""
+    return nn.gelu_approx(gate) * up
+
+
 class MLP(nn.Module):
-    def __init__(self, spec: Spec):
+    def __init__(self, spec: Spec, inner: int | None = None):
         super().__init__()
-        D, inner = spec.hidden_size, spec.intermediate_size
-        self.gate_proj = Linear(D, inner, bias=spec.mlp_bias)
-        self.up_proj = Linear(D, inner, bias=spec.mlp_bias)
-        self.down_proj = Linear(inner, D, bias=spec.mlp_bias)
+        D, inner, bias = spec.hidden_size, inner or spec.intermediate_size, spec.mlp_bias
+        if spec.fused:
+            self.gate_up_proj = Linear(D, 2 * inner, bias=bias)
+        else:
+            self.gate_proj = Linear(D, inner, bias=bias)
+            self.up_proj = Linear(D, inner, bias=bias)
+        self.down_proj = Linear(inner, D, bias=bias)
+        self.activation = swiglu if spec.hidden_act == "silu" else geglu
 
     def __call__(self, x):
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        if "gate_up_proj" in self:
+            gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.activation(gate, up))
+
+
+class SwitchLinear(nn.Module):
+    """Linear layers of E experts, weight (E, O, I): x (N, 1, I), experts (N,) -> (N, 1, O).
+
+    N tokens come in the order of their experts, which the kernels make use of.
+    """
+
+    def __init__(self, inputs: int, outputs: int, experts: int):
+        super().__init__()
+        self.weight = mx.random.normal((experts, outputs, inputs)) * inputs**-0.5
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x, experts, sorted_indices=True):
+        W = self.weight.swapaxes(-1, -2)
+        return mx.gather_mm(x, W, rhs_indices=experts, sorted_indices=sorted_indices)
+
+    def to_quantized(self, group_size=None, bits=None, mode="affine", quantize_input=False):
+        return QuantizedSwitchLinear(self.weight, group_size, bits, mode)
+
+
+class QuantizedSwitchLinear(SwitchLinear):
+    def __init__(self, weight: mx.array, group_size: int, bits: int, mode: str):
+        nn.Module.__init__(self)
+        self.group_size, self.bits, self.mode = group_size, bits, mode
+        self.weight, self.scales, *biases = mx.quantize(weight, group_size, bits, mode)
+        if biases:
+            self.biases = biases[0]
+        self.freeze()
+
+    def __call__(self, x, experts, sorted_indices=True):
+        how = dict(group_size=self.group_size, bits=self.bits, mode=self.mode)
+        packed = self.weight, self.scales, self.get("biases")
+        more = dict(rhs_indices=experts, transpose=True, sorted_indices=sorted_indices)
+        return mx.gather_qmm(x, *packed, **more, **how).astype(x.dtype)
+
+
+class SwitchGLU(nn.Module):
+    """The experts: x (N, D) and experts (N, k) of each token -> (N, k, D)."""
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        D, inner, E = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
+        self.gate_proj = SwitchLinear(D, inner, E)
+        self.up_proj = SwitchLinear(D, inner, E)
+        self.down_proj = SwitchLinear(inner, D, E)
+        self.activation = swiglu if spec.hidden_act == "silu" else geglu
+
+    def __call__(self, x, experts):
+        N, k = experts.shape
+        order = mx.argsort(experts.flatten())
+        at, x = experts.flatten()[order], x[order // k][:, None]
+        inner = self.activation(self.gate_proj(x, at), self.up_proj(x, at))
+        out = self.down_proj(inner, at)[:, 0]
+        return out[mx.argsort(order)].reshape(N, k, -1)
+
+
+class SparseMLP(nn.Module):
+    """Each token goes through the experts that its router finds likeliest, weighted by it."""
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        self.k, self.last, self.norm = (
+            spec.num_experts_per_tok,
+            spec.softmax_last,
+            spec.norm_topk_prob,
+        )
+        self.gate = Linear(spec.hidden_size, spec.num_experts, bias=False)
+        self.switch_mlp = SwitchGLU(spec)
+        if inner := spec.shared_expert_intermediate_size:
+            self.shared_expert = MLP(spec, inner)
+            self.shared_expert_gate = Linear(spec.hidden_size, 1, bias=False)
+
+    def __call__(self, x):
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        scores = self.gate(x).astype(mx.float32)
+        scores = scores if self.last else mx.softmax(scores, axis=-1)
+        experts = mx.argpartition(-scores, self.k - 1, axis=-1)[:, : self.k]
+        experts = mx.stop_gradient(experts)
+        scores = mx.take_along_axis(scores, experts, axis=-1)
+        if self.last:
+            scores = mx.softmax(scores, axis=-1)
+        elif self.norm:
+            scores = scores / scores.sum(axis=-1, keepdims=True)
+        y = (self.switch_mlp(x, experts) * scores[..., None].astype(x.dtype)).sum(axis=-2)
+        if "shared_expert" in self:
+            y = y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return y.reshape(shape)
+
+
+# --- Gated delta nets -----------------------------------------------------------------------------
+
+
+class DeltaCache:
+    """What a gated delta net remembers: the last inputs of its convolution and its state."""
+
+    def __init__(self, first: mx.array | None = None):
+        self.offset, self.first, self.inputs, self.state = 0, first, None, None
+
+    def mask(self, T: int) -> mx.array | None:
+        """Which of T new positions are text, (B, T); None if all are."""
+        if self.first is None or self.offset >= int(self.first.max()):
+            return None
+        return mx.arange(self.offset, self.offset + T)[None] >= self.first[:, None]
+
+    def arrays(self) -> list:
+        return [self.inputs, self.state]
+
+
+class DeltaNorm(nn.Module):
+    """RMSNorm of each head, times silu of the gate."""
+
+    def __init__(self, dims: int, spec: Spec):
+        super().__init__()
+        self.weight, self.eps = mx.ones((dims,)), spec.rms_norm_eps
+
+    def __call__(self, x, gate):
+        y = mx.fast.rms_norm(x, self.weight, self.eps).astype(mx.float32)
+        return (y * silu(gate.astype(mx.float32))).astype(x.dtype)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464)."""
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        D, K = spec.hidden_size, spec.linear_conv_kernel_dim
+        self.heads = spec.linear_num_key_heads, spec.linear_num_value_heads
+        self.dims = spec.linear_key_head_dim, spec.linear_value_head_dim
+        keys, values = (h * d for h, d in zip(self.heads, self.dims, strict=True))
+        self.widths, channels = (keys, values), 2 * keys + values
+        self.conv1d = nn.Conv1d(channels, channels, K, groups=channels, bias=False)
+        self.in_proj_qkv = Linear(D, channels, bias=False)
+        self.in_proj_z = Linear(D, values, bias=False)
+        self.in_proj_b = Linear(D, self.heads[1], bias=False)
+        self.in_proj_a = Linear(D, self.heads[1], bias=False)
+        self.dt_bias = mx.ones((self.heads[1],))
+        self.A_log = mx.log(mx.random.uniform(1e-3, 16, (self.heads[1],)))
+        self.norm = DeltaNorm(self.dims[1], spec)
+        self.out_proj = Linear(values, D, bias=False)
+
+    def __call__(self, x, mask, cache: DeltaCache | None = None):
+        (B, T, _), (keys, _), (dk, dv) = x.shape, self.widths, self.dims
+        mixed = self.in_proj_qkv(x)
+        if mask is not None:
+            mixed = mx.where(mask[..., None], mixed, 0)
+        K = self.conv1d.weight.shape[1]
+        if cache is not None and cache.inputs is not None:
+            mixed = mx.concatenate([cache.inputs, mixed], axis=1)
+        else:
+            mixed = mx.pad(mixed, ((0, 0), (K - 1, 0), (0, 0)))
+        if cache is not None:
+            cache.inputs = mx.contiguous(mixed[:, 1 - K :])
+        q, k, v = mx.split(silu(self.conv1d(mixed)), [keys, 2 * keys], axis=-1)
+        q, k, v = (a.reshape(B, T, -1, d) for a, d in ((q, dk), (k, dk), (v, dv)))
+        q, k = (mx.fast.rms_norm(a, None, 1e-6 / dk) for a in (q, k))  # unit length times sqrt(dk)
+        q, k = q / dk, k * dk**-0.5
+        beta = mx.sigmoid(self.in_proj_b(x)).astype(mx.float32)
+        rate = -mx.exp(self.A_log.astype(mx.float32))
+        decay = rate * nn.softplus((self.in_proj_a(x) + self.dt_bias).astype(mx.float32))
+        if mask is not None:
+            beta, decay = (mx.where(mask[..., None], a, 0) for a in (beta, decay))
+        out, state = gated_delta(q, k, v, decay, beta, cache.state if cache else None)
+        if cache is not None:
+            cache.state, cache.offset = state, cache.offset + T
+        gate = self.in_proj_z(x).reshape(B, T, -1, dv)
+        return self.out_proj(self.norm(out.astype(x.dtype), gate).reshape(B, T, -1))
+
+
+def gated_delta(q, k, v, decay, beta, state=None, chunk: int = 64) -> tuple[mx.array, mx.array]:
+    """The gated delta rule: S ← e^decay S, S ← S + beta (v - S k) kᵀ, out = S q, for each position.
+
+    q, k (B, T, Hk, Dk) of unit length (q scaled), v (B, T, Hv, Dv), decay and beta (B, T, Hv);
+    -> out (B, T, Hv, Dv) in float32 and the state (B, Hv, Dv, Dk). Many positions go in chunks, as
+    products of matrices (the WY form of Yang et al. 2024, arXiv:2406.06484): position by position
+    would be thousands of small steps, in backward as well.
+    """
+    B, T, H, dv = v.shape
+    if state is None:
+        state = mx.zeros((B, H, dv, k.shape[-1]), mx.float32)
+    if T < 8:
+        q, k, v = (a.astype(mx.float32) for a in (q, k, v))
+        return tuple(mx.fast.gated_delta_update(q, k, v, mx.exp(decay), beta, state))
+    count = -(-T // chunk)
+
+    def chunked(a):  # (B, T, H or fewer, ...) -> (count, B, H, chunk, ...), the end filled up
+        a = mx.repeat(a.astype(mx.float32), H // a.shape[2], axis=2)
+        a = mx.pad(a, [(0, 0), (0, count * chunk - T)] + [(0, 0)] * (a.ndim - 2))
+        a = a.reshape(B, count, chunk, *a.shape[2:])
+        return a.transpose(1, 0, 3, 2, *range(4, a.ndim))
+
+    q, k, v, decay, beta = (chunked(a) for a in (q, k, v, decay, beta))
+    total = mx.cumsum(decay, axis=-1)  # log of what is left at each position of the chunk's start
+    lower = mx.tri(chunk, dtype=mx.bool_)
+    left = mx.exp(mx.where(lower, total[..., :, None] - total[..., None, :], -mx.inf))
+    system = beta[..., None] * (k @ k.swapaxes(-1, -2)) * left * mx.tri(chunk, k=-1)
+    solve = unit_lower_inverse(system)
+    wanted = solve @ (v * beta[..., None])
+    held = solve @ (k * (beta * mx.exp(total))[..., None])
+    inside, reach = (q @ k.swapaxes(-1, -2)) * left, q * mx.exp(total)[..., None]
+    kept = k * mx.exp(total[..., -1:] - total)[..., None]
+    last, outs = mx.exp(total[..., -1])[..., None, None], []
+    for i in range(count):
+        new = wanted[i] - held[i] @ state.swapaxes(-1, -2)
+        outs.append(reach[i] @ state.swapaxes(-1, -2) + inside[i] @ new)
+        state = last[i] * state + new.swapaxes(-1, -2) @ kept[i]
+    out = mx.stack(outs, axis=1).swapaxes(2, 3).reshape(B, count * chunk, H, dv)
+    return out[:, :T], state
+
+
+@mx.custom_function
+def unit_lower_inverse(L: mx.array) -> mx.array:
+    """(1 + L)⁻¹ for L (..., C, C) strictly lower, C a power of two; by blocks of twice the size."""
+    *batch, C, _ = L.shape
+    X = mx.ones((*batch, C, 1, 1), L.dtype)
+    size = 1
+    while size < C:
+        n = C // (2 * size)
+        blocks = L.reshape(*batch, n, 2, size, n, 2, size)
+        corner = mx.stack([blocks[..., i, 1, :, i, 0, :] for i in range(n)], axis=-3)
+        X = X.reshape(*batch, n, 2, size, size)
+        A, D = X[..., 0, :, :], X[..., 1, :, :]
+        upper = mx.concatenate([A, mx.zeros_like(A)], axis=-1)
+        X = mx.concatenate([upper, mx.concatenate([-(D @ corner @ A), D], axis=-1)], axis=-2)
+        size *= 2
+    return X.reshape(*batch, C, C)
+
+
+@unit_lower_inverse.vjp
+def _unit_lower_inverse_vjp(primals, cotangent, X):
+    return (-(X.swapaxes(-1, -2) @ cotangent @ X.swapaxes(-1, -2)),)
 
 
 class Block(nn.Module):
-    def __init__(self, spec: Spec, window: int | None, rope: RoPE):
+    def __init__(self, spec: Spec, i: int, ropes: dict):
         super().__init__()
-        self.window = window
-        self.self_attn, self.mlp = Attention(spec, rope), MLP(spec)
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.window, self.delta, self.residual = (
+            spec.windows[i],
+            spec.deltas[i],
+            spec.residual_multiplier,
+        )
+        self.experts_in = spec.experts_in if spec.sparse[i] else "mlp"
+        if self.delta:
+            self.linear_attn = GatedDeltaNet(spec)
+        else:
+            self.self_attn = Attention(spec, ropes[i])
+        self[self.experts_in] = SparseMLP(spec) if spec.sparse[i] else MLP(spec)
+        names = {
+            "before": ("input_layernorm", "post_attention_layernorm"),
+            "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+            "around": (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+        }[spec.norms]
+        for name in names:
+            self[name] = RMSNorm(spec.hidden_size, spec)
+        before, after = {"before": (names, ()), "after": ((), names)}.get(
+            spec.norms, (names[::2], names[1::2])
+        )
+        self.before, self.after = tuple(before), tuple(after)
 
     def __call__(self, x, mask, cache=None):
-        h = x + self.self_attn(self.input_layernorm(x), mask, cache)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        mix = self.linear_attn if self.delta else self.self_attn
+        for n, part in enumerate((lambda y: mix(y, mask, cache), self[self.experts_in])):
+            y = part(self[self.before[n]](x) if self.before else x)
+            y = self[self.after[n]](y) if self.after else y
+            x = x + (y if self.residual == 1 else y * self.residual)
+        return x
+
+    def mask(self, T: int) -> mx.array | str | None:
+        """What it needs as a mask for T positions without a cache."""
+        return None if self.delta else attention_mask(T, self.window)
+
+    def make_cache(self, first: mx.array | None = None) -> "KVCache | DeltaCache":
+        return DeltaCache(first) if self.delta else KVCache(self.window, first)
 
 
 class Stack(nn.Module):
@@ -577,10 +1026,20 @@ class Stack(nn.Module):
 
     def __init__(self, spec: Spec):
         super().__init__()
-        rope = RoPE(spec.rope, spec.head_dim, spec.max_position_embeddings)
+        made = {}
+        for rope in spec.ropes:
+            if rope and str(rope) not in made:
+                made[str(rope)] = RoPE(rope, spec.max_position_embeddings)
+        ropes = [made.get(str(rope)) for rope in spec.ropes]
+        self.multiplier = spec.embedding_multiplier
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = [Block(spec, window, rope) for window in spec.windows]
-        self.norm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = [Block(spec, i, ropes) for i in range(spec.num_hidden_layers)]
+        self.norm = RMSNorm(spec.hidden_size, spec)
+
+    def embed(self, tokens: mx.array, embedding: nn.Module | None = None) -> mx.array:
+        """tokens (B, T) -> (B, T, D), by this embedding or another in its place."""
+        h = (embedding or self.embed_tokens)(tokens).astype(self.norm.weight.dtype)
+        return h if self.multiplier == 1 else h * mx.array(self.multiplier, h.dtype)
 
 
 class Model(nn.Module):
@@ -602,30 +1061,39 @@ class Model(nn.Module):
     def layers(self) -> list:
         return self.model.layers
 
-    def hidden(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: list | None = None) -> mx.array:
         """tokens (B, T) -> the last layer's normed output (B, T, D)."""
         T, masks = tokens.shape[1], {}
-        h = self.model.embed_tokens(tokens).astype(self.model.norm.weight.dtype)
+        h = self.model.embed(tokens)
         for i, layer in enumerate(self.layers):
-            if layer.window not in masks:
-                masks[layer.window] = cache[i].mask(T) if cache else attention_mask(T, layer.window)
-            mask = masks[layer.window]
+            kind = layer.delta, layer.window
+            if kind not in masks:
+                masks[kind] = cache[i].mask(T) if cache else layer.mask(T)
             if self.checkpoint and self.training and not cache:
-                h = checkpointed(layer, h, mask)
+                h = checkpointed(layer, h, masks[kind])
             else:
-                h = layer(h, mask, cache[i] if cache else None)
+                h = layer(h, masks[kind], cache[i] if cache else None)
         return self.model.norm(h)
 
     def head(self, h: mx.array) -> mx.array:
         """h (..., D) -> logits (..., V)."""
         tied = self.spec.tie_word_embeddings
-        return self.model.embed_tokens.as_linear(h) if tied else self.lm_head(h)
+        return self.finish(self.model.embed_tokens.as_linear(h) if tied else self.lm_head(h))
 
-    def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
+    def finish(self, logits: mx.array) -> mx.array:
+        """What some families do to the head's product: scale it, cap it."""
+        cap, scaling = self.spec.final_logit_softcapping, self.spec.logits_scaling
+        logits = logits if scaling == 1 else logits / scaling
+        return cap * mx.tanh(logits / cap) if cap else logits
+
+    def __call__(self, tokens: mx.array, cache: list | None = None) -> mx.array:
         return self.head(self.hidden(tokens, cache))
 
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache(layer.window) for layer in self.layers]
+    def make_cache(self, first: mx.array | None = None) -> list:
+        """One cache per layer; `first` (B,): where each row's text begins, what is before it is
+        filling.
+        """
+        return [layer.make_cache(first) for layer in self.layers]
 
 
 def checkpointed(layer: nn.Module, h: mx.array, mask) -> mx.array:
@@ -676,8 +1144,11 @@ def load(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Converts every floating parameter, scales and biases of packed weights included."""
-    converted = tree_map(lambda a: a.astype(dtype) if a.dtype in FLOATS else a, model.parameters())
-    model.update(converted)
+
+    def convert(name, a):  # a delta net's A_log is exponentiated twice
+        return a if a.dtype not in FLOATS or name.endswith("A_log") else a.astype(dtype)
+
+    model.update(tree_map_with_path(convert, model.parameters()))
 
 
 def find(path: str) -> Path:
@@ -734,6 +1205,9 @@ def read_config(folder: Path) -> dict:
     config = read_json(folder / "config.json")
     if isinstance(text := config.get("text_config"), dict):
         config = {**{k: v for k, v in config.items() if k != "text_config"}, **text}
+        plain = config.get("model_type", "").removesuffix("_text")
+        if plain.startswith("qwen3_5"):  # mlx-lm's name for the text model
+            config["model_type"] = plain
     theirs = config.get("quantization_config")
     if not config.get("quantization"):
         config.pop("quantization", None)
@@ -779,7 +1253,7 @@ def text_weights(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], lis
         if name.endswith("rotary_emb.inv_freq"):
             continue
         plain = name.replace("model.language_model.", "model.").replace("language_model.", "")
-        if wrapped and plain == name and not name.startswith("lm_head."):
+        if wrapped and plain == name and not name.startswith("lm_head.") or "mtp." in name:
             ignored.append(name)
         else:
             kept[plain] = array
@@ -795,7 +1269,8 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
         print(said, file=sys.stderr)
     tied = settle_head(config.get("tie_word_embeddings"), weights, where)
     config = {**config, "tie_word_embeddings": tied}
-    model = Model(Spec.read(config))
+    spec = Spec.read(config)
+    model, weights = Model(spec), arranged(weights, spec)
     packing = config.get("quantization") or {}
     overrides = {k.replace("language_model.", ""): v for k, v in packing.items()}
 
@@ -832,6 +1307,45 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
     model.freeze()
     model.eval()
     return model, config
+
+
+ROUTERS = ".gate", ".shared_expert_gate"
+EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
+
+
+def arranged(weights: dict[str, mx.array], spec: Spec) -> dict[str, mx.array]:
+    """Hugging Face's layout as this file's and mlx-lm's: experts stacked, and what Qwen 3.5 needs.
+
+    Its checkpoints have convolutions as (C, 1, K) and norms without the 1 they multiply by.
+    """
+    fresh = any(k.endswith("conv1d.weight") and a.shape[-1] != 1 for k, a in weights.items())
+    offset = "input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm"
+    found, experts = {}, {}
+    for name, array in weights.items():
+        stem, _, leaf = name.rpartition(".")
+        where, _, rest = name.partition(".experts.")
+        if name.endswith("conv1d.weight") and array.shape[-1] != 1:
+            array = array.moveaxis(2, 1)
+        elif fresh and leaf == "weight" and stem.endswith(offset):
+            array = array + 1
+        if rest in ("gate_up_proj", "down_proj"):  # stacked already
+            parts = mx.split(array, 2, axis=-2) if "up" in rest else [array]
+            names = ("gate_proj", "up_proj") if "up" in rest else ("down_proj",)
+            found |= {
+                f"{where}.switch_mlp.{n}.weight": a for n, a in zip(names, parts, strict=True)
+            }
+        elif rest and rest.count(".") == 2:
+            e, part, leaf = rest.split(".")
+            key = f"{where}.switch_mlp.{EXPERT_PARTS.get(part, part)}.{leaf}"
+            experts.setdefault(key, {})[e] = array
+        else:
+            found[name] = array
+    for key, each in experts.items():
+        wanted = [str(e) for e in range(spec.num_experts)]
+        if lost := [e for e in wanted if e not in each]:
+            raise UserError(f"{key}: {len(lost)} of {len(wanted)} experts missing, {lost[0]} first")
+        found[key] = mx.stack([each[e] for e in wanted])
+    return found
 
 
 def settle_head(tied: bool | None, weights: dict[str, mx.array], where: str) -> bool:
@@ -1310,7 +1824,7 @@ def gguf_meta(arch: str, spec: Spec, config: dict) -> dict:
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
         "attention.sliding_window": window,
-        "rope.dimension_count": spec.head_dim,
+        "rope.dimension_count": spec.rope["dims"],
         "rope.freq_base": float(spec.rope["rope_theta"]),
         "vocab_size": spec.vocab_size,
     }
@@ -1320,6 +1834,7 @@ def gguf_meta(arch: str, spec: Spec, config: dict) -> dict:
         meta |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         meta["rope.scaling.original_context_length"] = original
     taken = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
+    taken.add("dims")
     if kind not in ("default", "linear", "yarn", "llama3") or (
         kind == "yarn" and set(rope) - taken
     ):
@@ -1498,7 +2013,9 @@ def save_model(folder: Path, model: Model, config: dict, tokenizer: Tokenizer) -
 def pack(
     model: Model, config: dict, group_size: int, bits: int, mode: str
 ) -> tuple[dict, list[str]]:
-    """Quantizes every layer whose width the group divides; config lists the others as false."""
+    """Quantizes every layer whose width the group divides, but no router, since to choose other
+    experts costs more than its bytes; config lists the layers left as false.
+    """
     config, skipped = pack_config(model, config, group_size, bits, mode)
     default = {k: config["quantization"][k] for k in ("group_size", "bits", "mode")}
     layers = {p for p, m in model.named_modules() if hasattr(m, "to_quantized")} - set(skipped)
@@ -1510,7 +2027,9 @@ def pack_config(model, config: dict, group_size, bits, mode: str) -> tuple[dict,
     """The config of `model` once it is packed, and the layers that stay dense."""
     default = check_packing(group_size, bits, mode)
     layers = {p: m for p, m in model.named_modules() if hasattr(m, "to_quantized")}
-    skipped = sorted(p for p, m in layers.items() if m.weight.shape[-1] % default["group_size"])
+    routers = [p for p in layers if p.endswith(ROUTERS)]
+    skipped = [p for p, m in layers.items() if m.weight.shape[-1] % default["group_size"]]
+    skipped = sorted({*skipped, *routers})
     if len(skipped) == len(layers):
         widths = sorted({m.weight.shape[-1] for m in layers.values()})
         raise UserError(
@@ -1526,8 +2045,12 @@ def unpack(module: nn.Module, dtype: mx.Dtype) -> None:
         if "scales" not in layer:
             continue
         how = dict(group_size=layer.group_size, bits=layer.bits, mode=layer.mode, dtype=dtype)
-        embedding = isinstance(layer, nn.QuantizedEmbedding)
-        new = Embedding(1, 1) if embedding else Linear(1, 1, bias="bias" in layer)
+        if isinstance(layer, nn.QuantizedEmbedding):
+            new = Embedding(1, 1)
+        elif isinstance(layer, SwitchLinear):
+            new = SwitchLinear(1, 1, 1)
+        else:
+            new = Linear(1, 1, bias="bias" in layer)
         new.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
         if "bias" in layer:
             new.bias = layer.bias
@@ -1578,7 +2101,7 @@ def stream(
     tokens, chunk = mx.array([ids]), 512
     while tokens.shape[1] > chunk:  # in pieces, so that memory does not grow with the prompt
         model.hidden(tokens[:, :chunk], cache)
-        mx.eval([c.keys for c in cache])
+        mx.eval([c.arrays() for c in cache])
         tokens = tokens[:, chunk:]
     token = sample(model.head(model.hidden(tokens, cache)[:, -1]), temperature, top_p)
     mx.async_eval(token)
@@ -1690,7 +2213,9 @@ def quantize(
             )
         config, skipped = pack(loaded, config, group_size, bits, mode)
         if skipped:
-            print(f"left dense, their width is no multiple of the group: {', '.join(skipped)}")
+            print(
+                f"left dense, routers or of a width no multiple of the group: {', '.join(skipped)}"
+            )
         save_model(folder, loaded, config, tokenizer)
     print(f"wrote {save_path}")
 

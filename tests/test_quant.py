@@ -388,8 +388,9 @@ def pair_turns(rope: dict, length: int) -> tuple[list, float]:
 
 
 def rope_of(scaling: dict | None, **changes) -> quant.RoPE:
-    config = tiny_config(max_position_embeddings=LONGEST, rope_scaling=scaling, **changes)
-    return quant.RoPE(quant.Spec.read(config).rope, D, LONGEST)
+    changes = {"head_dim": D, "max_position_embeddings": LONGEST} | changes
+    config = tiny_config(rope_scaling=scaling, **changes)
+    return quant.RoPE(quant.Spec.read(config).rope, LONGEST)
 
 
 @pytest.mark.parametrize("position", [0, 1, 8191, 40000])
@@ -455,7 +456,7 @@ def test_longrope_finds_the_original_context_beside_the_scaling():
         ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'"]),
-        ({"model_type": "mamba"}, ["'mamba'", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "mamba"}, ["'mamba'", "llama, mistral, mixtral, olmo2, phi3, qwen2"]),
         ({"hidden_size": None}, ["lacks hidden_size"]),
         ({"layer_types": ["linear_attention"] * 2}, ["linear_attention"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "1", "2"]),
