@@ -943,10 +943,12 @@ def gated_delta(q, k, v, decay, beta, state=None, chunk: int = 64) -> tuple[mx.a
     inside, reach = (q @ k.swapaxes(-1, -2)) * left, q * mx.exp(total)[..., None]
     kept = k * mx.exp(total[..., -1:] - total)[..., None]
     last, outs = mx.exp(total[..., -1])[..., None, None], []
-    for i in range(count):
-        new = wanted[i] - held[i] @ state.swapaxes(-1, -2)
-        outs.append(reach[i] @ state.swapaxes(-1, -2) + inside[i] @ new)
-        state = last[i] * state + new.swapaxes(-1, -2) @ kept[i]
+    # split, since the gradient of an index is as large as all of the array
+    parts = (mx.split(a, count) for a in (wanted, held, reach, inside, kept, last))
+    for wanted, held, reach, inside, kept, last in zip(*parts, strict=True):
+        new = wanted[0] - held[0] @ state.swapaxes(-1, -2)
+        outs.append(reach[0] @ state.swapaxes(-1, -2) + inside[0] @ new)
+        state = last[0] * state + new.swapaxes(-1, -2) @ kept[0]
     out = mx.stack(outs, axis=1).swapaxes(2, 3).reshape(B, count * chunk, H, dv)
     return out[:, :T], state
 
