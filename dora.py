@@ -33,6 +33,7 @@ DORA_KERNELS=0 in the environment switches the kernels off.
     python dora.py bench                        base, this layer and the textbook's, in turns
 """
 
+import copy
 import difflib
 import functools
 import hashlib
@@ -298,14 +299,22 @@ def quotient(a: mx.array, b: mx.array) -> mx.array:
     return mx.where(zero, 0, a / mx.where(zero, 1, b))
 
 
+def gathered_product(x: mx.array, W: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+    """x (..., 1, I) by its expert's W (E, O, I) -> (..., 1, O), in x's dtype."""
+    dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else x.dtype  # all it can
+    how = dict(rhs_indices=experts, sorted_indices=in_order)
+    return mx.gather_mm(x.astype(dtype), W.astype(dtype).swapaxes(-1, -2), **how).astype(x.dtype)
+
+
 def square_norms(layer: nn.Module, chunk: int = 4096) -> mx.array:
-    """‖W_o‖² (O,) in float32, a few rows dense at a time."""
+    """‖W_o‖² (O,), or (E, O) of E experts, in float32, a few rows dense at a time."""
     how, parts = packing(layer), []
-    for i in range(0, layer.weight.shape[0], chunk):
-        W = dense([t[i : i + chunk] for t in tensors(layer)], how, mx.float32)
+    flat = [t.reshape(-1, t.shape[-1]) for t in tensors(layer)]
+    for i in range(0, len(flat[0]), chunk):
+        W = dense([t[i : i + chunk] for t in flat], how, mx.float32)
         parts.append(mx.square(W).sum(axis=1))
         mx.eval(parts[-1])
-    return mx.concatenate(parts)
+    return mx.concatenate(parts).reshape(layer.weight.shape[:-1])
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -334,7 +343,7 @@ def language() -> str | None:
 
 def kernels_take(layer: nn.Module) -> bool:
     """Whether this device has kernels and they take a layer of this shape."""
-    (I, R), O = layer.lora_a.shape, layer.lora_b.shape[1]
+    (I, R), O = layer.factors()[0].shape, layer.linear.weight.shape[0]
     return language() is not None and min(I, O) >= 8 and R <= 256
 
 
@@ -545,17 +554,26 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: float, kind: str):
         super().__init__()
-        I, O = width(linear), linear.weight.shape[0]
         self.linear = linear
         self.scale, self.kind = float(scale), kind
         self.rate, self.dropout = dropout, nn.Dropout(dropout)
-        self.lora_a = mx.random.uniform(-1 / math.sqrt(I), 1 / math.sqrt(I), (I, rank))
-        self.lora_b = mx.zeros((rank, O))
+        shapes, bound = self.shapes(linear, rank), 1 / math.sqrt(width(linear))
+        self.lora_a = mx.random.uniform(-bound, bound, shapes["lora_a"])
+        self.lora_b = mx.zeros(shapes["lora_b"])
         if kind == "dora":
             self._square = square_norms(linear)  # ‖W_o‖², frozen
             self.m = mx.sqrt(self._square)
         self._drop_cache()
         linear.freeze()
+
+    @staticmethod
+    def shapes(linear: nn.Module, R: int) -> dict[str, tuple]:
+        I, O = width(linear), linear.weight.shape[0]
+        return {"lora_a": (I, R), "lora_b": (R, O), "m": (O,)}
+
+    def factors(self) -> tuple[mx.array, mx.array]:
+        """A (I, R) and B (R, O), so that the low-rank part of W (O, I) is s (A B)ᵀ."""
+        return self.lora_a, self.lora_b
 
     def _drop_cache(self):
         object.__setattr__(self, "_cache", None)  # not in the module's state, nor mx.compile's
@@ -577,7 +595,8 @@ class AdaptedLinear(nn.Module):
         near -W; float32 has nothing to say below 1e-6 of the terms, so it is kept from falling
         below that.
         """
-        A, sB = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b) * self.scale
+        A, B = map(mx.stop_gradient, self.factors())
+        sB = B * self.scale
         packed, how = tensors(self.linear), packing(self.linear)
         if kernels_take(self):
             return norm_kernel([mx.stop_gradient(p) for p in packed], how, A, sB)
@@ -596,8 +615,8 @@ class AdaptedLinear(nn.Module):
             fixed[x.shape, x.dtype] = decode = self._decoder(x.shape, x.dtype, fixed)
             return decode(x)
         shape, x = x.shape, x.reshape(-1, x.shape[-1])  # (T, I)
-        A, sB, how = self.lora_a, self.lora_b * self.scale, packing(self.linear)
-        packed, magnitude = tensors(self.linear), []
+        (A, B), how = self.factors(), packing(self.linear)
+        sB, packed, magnitude = B * self.scale, tensors(self.linear), []
         if way == "product":
             y, wa = product(x, packed, how, mx.stop_gradient(A))
             y = mx.addmm(y, self.dropout(x) @ A.astype(x.dtype), sB.astype(x.dtype))
@@ -622,35 +641,37 @@ class AdaptedLinear(nn.Module):
 
     def _decoder(self, shape: tuple, dtype: mx.Dtype, fixed: dict) -> Callable:
         """x of this shape -> (..., O) by the kernel for few tokens, bias included."""
-        (R, O), packed, linear, lang = (
-            self.lora_b.shape,
-            tensors(self.linear),
-            self.linear,
-            language(),
-        )
-        sB, magnitude, g = self.lora_b * self.scale, [], mx.ones((O,))
+        linear, lang, (A, B) = self.linear, language(), self.factors()
+        (R, O), packed = B.shape, tensors(linear)
+        sB, magnitude, g = B * self.scale, [], mx.ones((O,))
         if self.kind == "dora":
             magnitude = [self.m, fixed["n"]]
             g = quotient(*magnitude)
         bias = linear.bias.astype(mx.float32) if "bias" in linear else mx.zeros((O,))
         b = mx.concatenate([sB * g, g[None], bias[None]])
-        a = self.lora_a.astype(dtype)
+        a = A.astype(dtype)
         a = mx.contiguous(a.T) if lang == "cu" else a
         how = packing(linear)
         run = decode_kernel(lang, how, dtype, (*shape[:-1], O), R)
         if shape[-2:-1] in ((), (1,)):
             return lambda x: run(x, a, b, *packed)
-        differentiable, A = decode_product(run, how, self.kind), self.lora_a
+        differentiable = decode_product(run, how, self.kind)
         return lambda x: differentiable(x, a, b, A, sB, *magnitude, *packed)
 
     def fused_weight(self) -> mx.array:
         """g ⊙ (W + s BᵀAᵀ) (O, I) in float32, with the norm of the very rows it scales."""
-        W = dense(tensors(self.linear), packing(self.linear), mx.float32)
-        W = W + (self.lora_b.T * self.scale) @ self.lora_a.T
+        W, (A, B) = dense(tensors(self.linear), packing(self.linear), mx.float32), self.factors()
+        W = W + (B.T * self.scale) @ A.T
         if self.kind == "dora":
             n = mx.linalg.norm(W, axis=1, keepdims=True)
             W = W * (self.m[:, None] / mx.maximum(n, 1e-30))
         return W
+
+    def plain(self, W: mx.array, how: tuple | None) -> nn.Module:
+        """A layer of the base's class that holds W (float32), dense or packed."""
+        layer = nn.Linear(1, 1, bias="bias" in self.linear)
+        layer.weight = W
+        return layer if how is None else nn.QuantizedLinear.from_linear(layer, *how)
 
     def fuse(
         self,
@@ -671,14 +692,12 @@ class AdaptedLinear(nn.Module):
             same = how and how[2] == "affine"
             old = how[:2] if same else (64, 4)
             how = (group_size or old[0], bits or old[1], "affine")
-        layer = nn.Linear(1, 1, bias="bias" in base)
         if how is None or dequantize:
-            layer.weight = W.astype(storage)
-        elif W.shape[1] % how[0]:
+            layer = self.plain(W.astype(storage), None)
+        elif W.shape[-1] % how[0]:
             raise UserError(f"a group size of {how[0]} does not divide the width of {W.shape}")
         else:
-            layer.weight = W
-            layer = nn.QuantizedLinear.from_linear(layer, *how)
+            layer = self.plain(W, how)
             if how[2] == "affine":
                 layer.scales = layer.scales.astype(storage)
                 layer.biases = layer.biases.astype(storage)
@@ -687,12 +706,123 @@ class AdaptedLinear(nn.Module):
         return layer
 
 
+class AdaptedEmbedding(AdaptedLinear):
+    """An embedding, W (V, D), under an adapter: tokens (...) -> (..., D), and as the tied head.
+
+    lora_a (V, R), lora_b (R, D) and m (V,) are mlx-lm's. As a lookup, the norm is that of the rows
+    looked up; as the head it is a linear layer D -> V whose A is lora_bᵀ and whose B is lora_aᵀ.
+    """
+
+    @staticmethod
+    def shapes(linear: nn.Module, R: int) -> dict[str, tuple]:
+        V, D = linear.weight.shape[0], width(linear)
+        return {"lora_a": (V, R), "lora_b": (R, D), "m": (V,)}
+
+    def factors(self) -> tuple[mx.array, mx.array]:
+        return self.lora_b.T, self.lora_a.T
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        rows = self.linear(tokens)
+        low_rank = self.lora_a[tokens] @ (self.lora_b * self.scale)
+        out = rows.astype(mx.float32) + self.dropout(low_rank)
+        if self.kind == "dora":
+            adapted = mx.stop_gradient(rows.astype(mx.float32) + low_rank)
+            n = mx.linalg.norm(adapted, axis=-1)
+            out = out * quotient(self.m[tokens], n)[..., None]
+        return out.astype(rows.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return super().__call__(x)
+
+    def plain(self, W: mx.array, how: tuple | None) -> nn.Module:
+        layer = nn.Embedding(1, 1)
+        layer.weight = W
+        return layer if how is None else nn.QuantizedEmbedding.from_embedding(layer, *how)
+
+
+class AdaptedSwitchLinear(AdaptedLinear):
+    """Linear layers of E experts, W (E, O, I), each under an adapter of its own.
+
+    x (..., 1, I) and the experts (...) of each -> (..., 1, O), as mlx-lm's and quant.py's
+    SwitchLinear. lora_a (E, R, I), lora_b (E, O, R), as mlx-lm has them, and m (E, O). Nothing
+    dense of size (E, O, I) is made of a packed W; the norms come from products of size (E, O, R).
+    """
+
+    @staticmethod
+    def shapes(linear: nn.Module, R: int) -> dict[str, tuple]:
+        (E, O, _), I = linear.weight.shape, width(linear)
+        return {"lora_a": (E, R, I), "lora_b": (E, O, R), "m": (E, O)}
+
+    def norm(self) -> mx.array:
+        """n (E, O), float32, without gradient: factored, see `AdaptedLinear.norm`."""
+        a, sB = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b) * self.scale
+        packed, how = [mx.stop_gradient(t) for t in tensors(self.linear)], packing(self.linear)
+        if how is None:
+            wa = packed[0].astype(mx.float32) @ a.swapaxes(-1, -2)  # (E, O, R)
+        else:
+            how = dict(zip(("group_size", "bits", "mode"), how, strict=True))
+            wa = mx.quantized_matmul(a, *packed, transpose=True, **how).swapaxes(-1, -2)
+        low_rank = ((sB @ (a @ a.swapaxes(-1, -2))) * sB).sum(axis=-1)
+        total = self._square + 2 * (wa.astype(mx.float32) * sB).sum(axis=-1) + low_rank
+        return mx.sqrt(mx.maximum(total, 1e-6 * (self._square + low_rank)))
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        bias, base = self.linear.get("bias"), self.linear
+        y = base(x, indices, sorted_indices=sorted_indices)
+        if bias is not None:  # it is not to be scaled
+            y = y - bias[indices][..., None, :]
+        low_rank = self.dropout(x)
+        for factor in (self.lora_a, self.lora_b * self.scale):
+            low_rank = gathered_product(low_rank, factor, indices, sorted_indices)
+        y = y + low_rank
+        if self.kind == "dora":
+            n = self.norm() if self._training else self._constants()["n"]
+            y = (y * quotient(self.m, n)[indices][..., None, :]).astype(x.dtype)
+        return y if bias is None else y + bias[indices][..., None, :].astype(y.dtype)
+
+    def fused_weight(self) -> mx.array:
+        """All the experts' g ⊙ (W + s B A) (E, O, I) in float32."""
+        W = mx.stack(
+            [
+                dense([t[e] for t in tensors(self.linear)], packing(self.linear), mx.float32)
+                for e in range(len(self.lora_a))
+            ]
+        )
+        W = W + (self.lora_b * self.scale) @ self.lora_a
+        if self.kind == "dora":
+            n = mx.linalg.norm(W, axis=-1, keepdims=True)
+            W = W * (self.m[..., None] / mx.maximum(n, 1e-30))
+        return W
+
+    def plain(self, W: mx.array, how: tuple | None) -> nn.Module:
+        layer = copy.copy(self.linear)  # of a class this file need not know
+        if how is not None and "scales" in layer:
+            layer.group_size, layer.bits, layer.mode = how
+            layer.weight, layer.scales, *biases = mx.quantize(W, how[0], how[1], mode=how[2])
+            layer.biases = biases[0] if biases else None
+            return layer
+        if how is not None:
+            layer.weight = W
+            return layer.to_quantized(*how)
+        if "scales" in layer:
+            raise UserError(f"{type(layer).__name__} cannot be made dense alone; use fuse.py")
+        layer.weight = W
+        return layer
+
+
 # --- Adapting a model -----------------------------------------------------------------------------
 
 
-def is_linear(layer: nn.Module) -> bool:
-    """Decided by what a layer holds, not by its class: a 2-D weight that is no lookup table."""
-    return "weight" in layer and layer.weight.ndim == 2 and not hasattr(layer, "as_linear")
+ROUTERS = ".gate", ".shared_expert_gate"  # are adapted only when they are named
+
+
+def adapter_for(layer: nn.Module) -> type[AdaptedLinear] | None:
+    """Decided by what a layer holds, not by its class: a weight (O, I), (V, D) or (E, O, I)."""
+    if "weight" not in layer:
+        return None
+    if layer.weight.ndim == 2:
+        return AdaptedEmbedding if hasattr(layer, "as_linear") else AdaptedLinear
+    return AdaptedSwitchLinear if hasattr(layer, "num_experts") else None
 
 
 def refuse(path: str, layer: nn.Module) -> str | None:
@@ -700,15 +830,21 @@ def refuse(path: str, layer: nn.Module) -> str | None:
     name = type(layer).__name__
     if isinstance(layer, AdaptedLinear) or "lora_a" in layer:
         return f"{path} has an adapter already; remove or fuse it first"
-    if not is_linear(layer):
-        return f"{path} ({name}) is not a linear layer; only those can be adapted"
+    if (kind := adapter_for(layer)) is None:
+        return f"{path} ({name}) is no linear layer, embedding or layer of experts"
     if odd := set(layer) - {"weight", "scales", "biases", "bias"}:
         return f"{path} ({name}) holds {', '.join(sorted(odd))} beside its weight"
     dtype = layer.weight.dtype if packing(layer) is None else mx.float32
-    out = layer(mx.zeros((1, width(layer)), dtype))
-    if not isinstance(out, mx.array) or out.shape != (1, layer.weight.shape[0]):
+    one, wanted = mx.zeros((1,), mx.int32), (1, layer.weight.shape[-2])
+    if kind is AdaptedEmbedding:
+        out, wanted = layer(one), (1, width(layer))
+    elif kind is AdaptedSwitchLinear:
+        out, wanted = layer(mx.zeros((1, 1, width(layer)), dtype), one), (1, *wanted)
+    else:
+        out = layer(mx.zeros((1, width(layer)), dtype))
+    if not isinstance(out, mx.array) or out.shape != wanted:
         got = f"shape {out.shape}" if isinstance(out, mx.array) else type(out).__name__
-        return f"{path} ({name}) returns {got}, wanted one array (1, {layer.weight.shape[0]})"
+        return f"{path} ({name}) returns {got}, wanted one array {wanted}"
     return None
 
 
@@ -722,8 +858,8 @@ def choose(model: nn.Module, keys: list[str] | None, num_layers: int) -> tuple[l
     """(paths to adapt, keys as mlx-lm spells them) for the last `num_layers` blocks, -1 for all.
 
     A key is a layer's name (`q_proj`), its path in a block (`self_attn.q_proj`), a full path
-    outside the blocks (`lm_head`), or a glob of any of these. Without keys: every linear layer of
-    the blocks.
+    outside the blocks (`lm_head`, `embed_tokens`), or a glob of any of these. Without keys: every
+    linear layer of the blocks, experts too, but no router.
 
     Raises:
         UserError: a key that matches nothing, with what does exist.
@@ -737,7 +873,8 @@ def choose(model: nn.Module, keys: list[str] | None, num_layers: int) -> tuple[l
         if "weight" in module and module.weight.ndim >= 2 or isinstance(module, AdaptedLinear):
             relative = path[len(holder) + 1 :] if holder else path
             (inside if holder else outside)[path] = relative
-            if holder and is_linear(module):
+            kind = None if path.endswith(ROUTERS) else adapter_for(module)
+            if holder and kind not in (None, AdaptedEmbedding):
                 linear.add(relative)
     chosen = set(blocks[-num_layers:] if num_layers > 0 else blocks)
     candidates = {p: r for p, r in inside.items() if p[: -len(r) - 1] in chosen} | outside
@@ -800,7 +937,7 @@ def wrap(model: nn.Module, paths: list[str], rank, scale, dropout, kind) -> None
     if not paths:
         raise UserError("no linear layer to adapt in this model")
     model.freeze()
-    new = {p: AdaptedLinear(layers[p], ranks[p], scales[p], dropout, kind) for p in paths}
+    new = {p: adapter_for(layers[p])(layers[p], ranks[p], scales[p], dropout, kind) for p in paths}
     for path, layer in new.items():
         put(model, path, layer.train(model.training))
 
@@ -845,7 +982,8 @@ def sketch(layers: Iterable[nn.Module]) -> np.ndarray:
     found = []
     for layer in layers:
         layer = getattr(layer, "linear", layer)
-        W = dense([t[:4] for t in tensors(layer)], packing(layer), mx.float32)
+        parts = (t[0] if t.ndim == 3 else t for t in tensors(layer))  # of the first expert
+        W = dense([t[:4] for t in parts], packing(layer), mx.float32)
         v = np.random.RandomState(0).standard_normal(W.shape[1]).astype(np.float32)
         found.append(np.pad(np.array(W @ mx.array(v)), (0, 4 - W.shape[0])))
     return np.stack(found)
@@ -870,7 +1008,7 @@ def save_adapter(
     scales = {p: m.scale for p, m in layers.items()}
     for layer in layers.values():
         kind, parameters["dropout"] = layer.kind, layer.rate
-    parameters["rank"] = common(m.lora_a.shape[1] for m in layers.values())
+    parameters["rank"] = common(rank_of(m.lora_a) for m in layers.values())
     parameters["scale"] = common(scales.values())
     if layers:
         numbers = np.round(sketch(layers.values()).astype(np.float64), 7)
@@ -997,6 +1135,11 @@ def mlx_lm_settings(beside: Path, config: dict) -> dict:
     return settings | {"num_layers": config.get("num_layers")}
 
 
+def rank_of(lora_a: mx.array) -> int:
+    """R of lora_a (I, R), or (E, R, I) of experts."""
+    return lora_a.shape[1]
+
+
 def check_tensors(file: Path, weights: dict, settings: dict) -> None:
     """Every layer has what its kind needs, finite, and of the rank that the settings say."""
     if settings["kind"] == "full" and weights:
@@ -1011,11 +1154,11 @@ def check_tensors(file: Path, weights: dict, settings: dict) -> None:
             problems.append(f"{path} lacks {', '.join(sorted(missing))}")
         elif extra := set(leaves) - wanted:
             problems.append(f"{path} has {', '.join(sorted(extra))}")
-        elif any(a.ndim != 2 - (k == "m") for k, a in leaves.items()):
+        elif {a.ndim + (k == "m") for k, a in leaves.items()} not in ({2}, {3}):
             shapes = ", ".join(f"{k} {a.shape}" for k, a in leaves.items())
             problems.append(f"{path} is not of a linear layer: {shapes}")
-        elif settings["rank"] is not None and leaves["lora_a"].shape[-1] != settings["rank"]:
-            problems.append(f"{path} has rank {leaves['lora_a'].shape[-1]}, not {settings['rank']}")
+        elif settings["rank"] not in (None, rank_of(leaves["lora_a"])):
+            problems.append(f"{path} has rank {rank_of(leaves['lora_a'])}, not {settings['rank']}")
         elif odd := [k for k, a in leaves.items() if not mx.isfinite(a).all().item()]:
             problems.append(f"{path}.{odd[0]} is not finite")
     if problems or not layers:
@@ -1046,7 +1189,7 @@ def load_adapter(
     if "sketch" in settings and not force:
         if said := check_base(dict(model.named_modules()), path, paths, settings, config, here):
             print(said, file=sys.stderr)
-    ranks = {p: weights[f"{p}.lora_a"].shape[-1] for p in paths}
+    ranks = {p: rank_of(weights[f"{p}.lora_a"]) for p in paths}
     scale = settings.get("scales") or settings["scale"]
     wrap(model, paths, ranks, scale, settings["dropout"], settings["kind"])
     new = dict(model.named_modules())
@@ -1070,9 +1213,7 @@ def matching(model: nn.Module, path: str, weights: dict[str, mx.array]) -> list[
     for p in paths:
         if why := refuse(p, layers[p]):
             raise UserError(f"{path}: {why}")
-        R = weights[f"{p}.lora_a"].shape[-1]
-        shapes = {"lora_a": (width(layers[p]), R), "lora_b": (R, layers[p].weight.shape[0])}
-        shapes["m"] = (layers[p].weight.shape[0],)
+        shapes = adapter_for(layers[p]).shapes(layers[p], rank_of(weights[f"{p}.lora_a"]))
         for leaf, shape in shapes.items():
             if (array := weights.get(f"{p}.{leaf}")) is not None and array.shape != shape:
                 problems.append(f"  {p}.{leaf}: got {array.shape}, wanted {shape}")
@@ -1147,6 +1288,9 @@ def save_peft(folder: Path, weights: dict[str, mx.array], settings: dict) -> Non
     paths = sorted({n.rpartition(".")[0] for n in weights})
     if settings["kind"] == "full":
         raise UserError("an adapter of kind full holds whole weights; PEFT has no form for it")
+    odd = [p for p in paths if weights[f"{p}.lora_a"].ndim == 3 or p.endswith("embed_tokens")]
+    if odd:
+        raise UserError(f"--to peft is for linear layers; {odd[0]} is an embedding or of experts")
     ranks = {p: weights[f"{p}.lora_a"].shape[-1] for p in paths}
     scales = settings.get("scales") or dict.fromkeys(paths, settings["scale"])
     alphas = {p: peft_alpha(scales[p], ranks[p]) for p in paths}

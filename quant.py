@@ -741,10 +741,7 @@ class MLP(nn.Module):
 
 
 class SwitchLinear(nn.Module):
-    """Linear layers of E experts, weight (E, O, I): x (N, 1, I), experts (N,) -> (N, 1, O).
-
-    N tokens come in the order of their experts, which the kernels make use of.
-    """
+    """Linear layers of E experts, weight (E, O, I): x (N, 1, I), experts (N,) -> (N, 1, O)."""
 
     def __init__(self, inputs: int, outputs: int, experts: int):
         super().__init__()
@@ -754,9 +751,11 @@ class SwitchLinear(nn.Module):
     def num_experts(self) -> int:
         return self.weight.shape[0]
 
-    def __call__(self, x, experts, sorted_indices=True):
-        W = self.weight.swapaxes(-1, -2)
-        return mx.gather_mm(x, W, rhs_indices=experts, sorted_indices=sorted_indices)
+    def __call__(self, x, experts, sorted_indices=False):
+        dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else x.dtype
+        W = self.weight.astype(dtype).swapaxes(-1, -2)  # all that the CPU's product takes
+        how = dict(rhs_indices=experts, sorted_indices=sorted_indices)
+        return mx.gather_mm(x.astype(dtype), W, **how).astype(x.dtype)
 
     def to_quantized(self, group_size=None, bits=None, mode="affine", quantize_input=False):
         return QuantizedSwitchLinear(self.weight, group_size, bits, mode)
@@ -771,7 +770,7 @@ class QuantizedSwitchLinear(SwitchLinear):
             self.biases = biases[0]
         self.freeze()
 
-    def __call__(self, x, experts, sorted_indices=True):
+    def __call__(self, x, experts, sorted_indices=False):
         how = dict(group_size=self.group_size, bits=self.bits, mode=self.mode)
         packed = self.weight, self.scales, self.get("biases")
         more = dict(rhs_indices=experts, transpose=True, sorted_indices=sorted_indices)
@@ -793,8 +792,8 @@ class SwitchGLU(nn.Module):
         N, k = experts.shape
         order = mx.argsort(experts.flatten())
         at, x = experts.flatten()[order], x[order // k][:, None]
-        inner = self.activation(self.gate_proj(x, at), self.up_proj(x, at))
-        out = self.down_proj(inner, at)[:, 0]
+        gate, up = (p(x, at, sorted_indices=True) for p in (self.gate_proj, self.up_proj))
+        out = self.down_proj(self.activation(gate, up), at, sorted_indices=True)[:, 0]
         return out[mx.argsort(order)].reshape(N, k, -1)
 
 

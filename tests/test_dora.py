@@ -609,11 +609,10 @@ class Extra(nn.Linear):
 
 REFUSALS = {
     "no such key": (dict(keys=["q_porj", "v_proj"]), ["q_porj match nothing", "self_attn.q_proj"]),
-    "embedding": (dict(keys=["q_proj", "embed_tokens"]), ["model.embed_tokens (Embedding)"]),
     "tuple": (dict(keys=["odd"]), ["model.layers.1.mlp.odd (Pair) returns tuple"]),
     "shape": (dict(keys=["half"]), ["mlp.half (Half) returns shape (1, 64)", "wanted"]),
     "held": (dict(keys=["extra"]), ["mlp.extra (Extra) holds gate"]),
-    "convolution": (dict(keys=["conv"]), ["mlp.conv (Conv1d) is not a linear layer"]),
+    "convolution": (dict(keys=["conv"]), ["mlp.conv (Conv1d) is no linear layer, embedding"]),
     "no blocks": (dict(num_layers=0), ["num_layers: got 0", "1 to 2"]),
     "too many blocks": (dict(num_layers=3), ["num_layers: got 3", "1 to 2"]),
     "below -1": (dict(num_layers=-2), ["num_layers: got -2"]),
@@ -655,9 +654,11 @@ def test_adapted_layers_are_not_adapted_again():
         dora.adapt(theirs, keys=["q_proj"], num_layers=1)
 
 
-def test_a_tied_head_cannot_be_adapted():
-    with pytest.raises(dora.UserError, match="lm_head match nothing in this model; it has: "):
-        dora.adapt(tiny(tie_word_embeddings=True), keys=["q_proj", "lm_head"])
+def test_a_tied_head_is_adapted_as_the_embedding_that_it_is():
+    model = tiny(tie_word_embeddings=True)
+    with pytest.raises(dora.UserError, match="lm_head match nothing .* has: .*embed_tokens"):
+        dora.adapt(model, keys=["q_proj", "lm_head"])
+    assert dora.adapt(model, keys=["embed_tokens"]) == ["model.embed_tokens"]
 
 
 def test_adapting_keeps_the_mode_of_the_model():
