@@ -311,12 +311,26 @@ def ratios(found: np.ndarray) -> dict[str, float]:
     return out
 
 
+def separate(layer: nn.Module, leaves: dict[str, mx.array]) -> list[dict[str, mx.array]]:
+    """An adapter's tensors as those of linear layers, A (I, R), B (R, O), m (O,): one for each
+    expert, or one. An embedding (V, D) is a linear layer D -> V.
+    """
+    kind = dora.adapter_for(layer)
+    if kind is dora.AdaptedLinear:
+        return [leaves]
+    turned = {k: a if k == "m" else a.swapaxes(-1, -2) for k, a in leaves.items()}
+    if kind is dora.AdaptedEmbedding:
+        return [turned | {"lora_a": turned["lora_b"], "lora_b": turned["lora_a"]}]
+    return [{k: a[e] for k, a in turned.items()} for e in range(len(leaves["lora_a"]))]
+
+
 class Probe(nn.Module):
     """Stands for a layer while the unfused model runs: dense, and sums H over what comes in."""
 
     def __init__(self, weight: mx.array, bias: mx.array | None):
         super().__init__()
-        self.weight, self.bias, self.H = weight, bias, mx.zeros((weight.shape[1],) * 2)
+        self.weight, self.bias = weight, bias
+        self.H = mx.zeros((*weight.shape[:-2], weight.shape[-1], weight.shape[-1]))
         self.recording = False
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -325,6 +339,35 @@ class Probe(nn.Module):
             self.H = self.H + rows.T @ rows
         y = x @ self.weight.T.astype(x.dtype)
         return y if self.bias is None else y + self.bias.astype(x.dtype)
+
+
+class EmbeddingProbe(Probe):
+    """Its rows are looked up, each for itself: H is 1."""
+
+    def __init__(self, weight: mx.array):
+        super().__init__(weight, None)
+        self.H = mx.eye(weight.shape[1])
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.weight[tokens]
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return x @ self.weight.T.astype(x.dtype)
+
+
+class SwitchProbe(Probe):
+    """Experts, with an H of each, over the tokens that come to it."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if self.recording:
+            rows, at = x.reshape(-1, x.shape[-1]).astype(mx.float32), np.array(indices).flatten()
+            found = []
+            for e in range(len(self.H)):
+                mine = rows[mx.array(np.flatnonzero(at == e))]
+                found.append(self.H[e] + mine.T @ mine)
+                mx.eval(found[-1])
+            self.H = mx.stack(found)
+        return dora.gathered_product(x, self.weight, indices, sorted_indices)
 
 
 # --- The model ------------------------------------------------------------------------------------
@@ -337,7 +380,7 @@ class Merge:
         self.model, self.config, self.to, self.dequantize = model, config, to, dequantize
         self.name, self.warned = name, set()
         self.bits, self.group_size, self.rounding = bits, group_size, rounding
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: dict[str, list[list[Part]]] = {}  # by path, for each expert
         self.adapters, self.sums, self.lora = [], {}, {}
         self.stored = {name: a.dtype for name, a in tree_flatten(model.parameters())}
         self.dtype = model.model.norm.weight.dtype
@@ -362,7 +405,10 @@ class Merge:
             scale = (settings.get("scales") or {p: settings["scale"]})[p]
             names = {k: f"{p}.{k}" for k in dora.LEAVES}
             leaves = {k: tensors[n].astype(mx.float32) for k, n in names.items() if n in tensors}
-            self.parts.setdefault(p, []).append(Part(leaves, scale, share))
+            each = separate(layers[p], leaves)
+            held = self.parts.setdefault(p, [[] for _ in each])
+            for parts, one in zip(held, each, strict=True):
+                parts.append(Part(one, scale, share))
         if "sketch" in settings and not force:
             self.adapters.append((path, paths, settings, self.config))
 
@@ -374,11 +420,18 @@ class Merge:
         model, stack = self.model, self.model.model
         if mx.default_device().type == mx.DeviceType.cpu:
             quant.cast(model, mx.float32)
-        embed, new = stack.embed_tokens, self.rest("model.", "embed_tokens", stack.embed_tokens)
-        dtype = stack.norm.weight.dtype
-        old = [embed(r.tokens[:, :-1]).astype(dtype) for r in (*calibrate, *compare)]
-        flows = {"base": old[len(calibrate) :], "unfused": old}
-        flows["fused"] = [new(r.tokens[:, :-1]).astype(dtype) for r in compare]
+        embed = live = stack.embed_tokens
+        path = "model.embed_tokens"
+        if path in self.parts:
+            self.check({path: embed})
+            live = self.probe(path, embed)
+            new = self.layer(path, embed, live)
+        else:
+            new = self.rest("model.", "embed_tokens", embed)
+        ids = [r.tokens[:, :-1] for r in (*calibrate, *compare)]
+        flows = {"unfused": [stack.embed(i, live) for i in ids]}
+        for name, embedding in (("base", embed), ("fused", new)):
+            flows[name] = [stack.embed(i, embedding) for i in ids[len(calibrate) :]]
         for i, block in enumerate(tqdm(stack.layers, disable=None, unit="block", desc="fusing")):
             prefix = f"model.layers.{i}."
             layers = {prefix + p: m for p, m in block.named_modules() if prefix + p in self.parts}
@@ -392,7 +445,7 @@ class Merge:
             advance(block, flows["fused"])
             self.write(shards, prefix, block)
             stack.layers[i] = nn.Identity()
-        heads = self.heads(embed, new, flows, calibrate)
+        heads = self.heads(embed, live, new, flows, calibrate)
         text = self.compare(flows, heads, compare, len(calibrate)) | {"source": source}
         holder = nn.Module()
         holder.embed_tokens, holder.norm = new, stack.norm
@@ -415,14 +468,14 @@ class Merge:
                     print(said, file=sys.stderr)
                     self.warned.add(path)
 
-    def heads(self, embed, new, flows: dict, calibrate: list) -> dict:
+    def heads(self, embed, live, new, flows: dict, calibrate: list) -> dict:
         """The three heads, each h (..., D) -> logits."""
         model, stack = self.model, self.model.model
         for flow in flows.values():
             flow[:] = [stack.norm(h) for h in flow]
             mx.eval(flow)
         if model.spec.tie_word_embeddings:
-            return {"base": embed.as_linear, "unfused": embed.as_linear, "fused": new.as_linear}
+            return {"base": embed.as_linear, "unfused": live.as_linear, "fused": new.as_linear}
         head = model.lm_head
         if "lm_head" not in self.parts:
             return {"base": head, "unfused": head, "fused": self.rest("", "lm_head", head)}
@@ -443,7 +496,7 @@ class Merge:
             for part in np.array_split(places, -(-len(places) // 256)):
                 at, logs = mx.array(part), {}
                 for flow, head in heads.items():
-                    z = head(flows[flow][n][0][at]).astype(mx.float32)
+                    z = self.model.finish(head(flows[flow][n][0][at])).astype(mx.float32)
                     logs[flow] = z - mx.logsumexp(z, axis=-1, keepdims=True)
                 p, right = mx.exp(logs["unfused"]), targets[at][:, None]
                 found = [-mx.take_along_axis(z, right, -1).sum() for z in logs.values()]
@@ -455,48 +508,73 @@ class Merge:
         return {"tokens": count, "loss": loss, "kl": {"base": kl_base, "fused": kl_fused}}
 
     def probe(self, path: str, layer: nn.Module) -> Probe:
-        W = dora.dense(dora.tensors(layer), dora.packing(layer), mx.float32)
-        g, A, B = effect(W, self.parts[path])
-        probe = Probe(g * W + (A @ B).T, layer.get("bias"))
-        mx.eval(probe.weight)
-        return probe
+        found = []
+        for packed, parts in zip(experts(layer), self.parts[path], strict=True):
+            W = dora.dense(packed, dora.packing(layer), mx.float32)
+            g, A, B = effect(W, parts)
+            found.append(g * W + (A @ B).T)
+            mx.eval(found[-1])
+        kind = dora.adapter_for(layer)
+        if kind is dora.AdaptedEmbedding:
+            return EmbeddingProbe(*found)
+        if kind is dora.AdaptedSwitchLinear:
+            return SwitchProbe(mx.stack(found), None)
+        return Probe(*found, layer.get("bias"))
 
     def layer(self, path: str, base: nn.Module, probe: Probe) -> nn.Module:
         """The layer that is written for `base`."""
-        how, wanted = dora.packing(base), probe.weight
-        W = dora.dense(dora.tensors(base), how, mx.float32)
+        how = dora.packing(base)
+        target = self.target(path, how)
         name = f"{path}.scales" if how and how[2] == "affine" else f"{path}.weight"
         storage = self.stored[name] if self.stored[name] in quant.FLOATS else self.dtype
-        target = self.target(path, how)
-        g, A, B = effect(W, self.parts[path])
-        added = 0.0
+        several, found, lora = base.weight.ndim == 3, [], []
+        for e, packed in enumerate(experts(base)):
+            wanted, H = (probe.weight[e], probe.H[e]) if several else (probe.weight, probe.H)
+            W = dora.dense(packed, how, mx.float32)
+            g, A, B = effect(W, self.parts[path][e])
+            added = (A @ B).T if self.to == "lora" else 0.0
+            if target is None:
+                new = [(wanted - added).astype(storage)]
+            else:
+                new = self.packed(packed, how, target, wanted, g, A, B, H, storage)
+            got = dora.dense(new, target, mx.float32) + added
+            self.sums[path] = self.sums.get(path, 0) + sums(got, wanted, W, H)
+            mx.eval(new)
+            found.append(new)
+            lora.append((A, B))
         if self.to == "lora":
-            self.lora[path], added = (A, B), (A @ B).T
+            self.lora[path] = dora.adapter_for(base), lora
+        new = {dora.AdaptedEmbedding: quant.Embedding, dora.AdaptedSwitchLinear: quant.SwitchLinear}
+        new = new.get(dora.adapter_for(base), quant.Linear)
         if target is None:
-            new = quant.Linear(1, 1, bias=False)
-            new.weight = (wanted - added).astype(storage)
+            new = new(*[1] * (3 if several else 2))
         else:
-            new = quant.Linear(1, 1, bias=False)
-            new.weight = wanted
-            new = new.to_quantized(*target)
-            error = mx.linalg.norm(dora.dense(dora.tensors(new), target, mx.float32) - wanted)
-            small = mx.linalg.norm((A @ B).T) < error and self.rounding == "gptq"
-            if target[2] == "affine":
-                if self.to == "lora" or (target == how and small):
-                    # the base's grid: the update is smaller than what a new one would round away
-                    new.scales, new.biases = (base[k] * g for k in ("scales", "biases"))
-                new.scales, new.biases = new.scales.astype(storage), new.biases.astype(storage)
-            if self.to == "lora":
-                new.weight = base.weight
-            elif self.rounding == "gptq":
-                U = feedback(probe.H, A)
-                new.weight = rounded(wanted, target, new.scales, new.get("biases"), U)
+            new = new(*[target[0]] * (3 if several else 2)).to_quantized(*target)
+        names = ("weight", "scales", "biases")
+        for k, arrays in zip(names, zip(*found, strict=True), strict=False):
+            new[k] = mx.stack(arrays) if several else arrays[0]
+        new.pop("bias", None)
         if "bias" in base:
             new.bias = base.bias
-        got = dora.dense(dora.tensors(new), dora.packing(new), mx.float32) + added
-        self.sums[path] = sums(got, wanted, W, probe.H)
         mx.eval(new.parameters())
         return new
+
+    def packed(self, base: list, how, target: tuple, wanted, g, A, B, H, storage) -> list:
+        """`wanted` (O, I) packed as `target` says: weight, scales and, if affine, biases."""
+        group, bits, mode = target
+        weight, *grid = mx.quantize(wanted, group, bits, mode=mode)
+        error = mx.linalg.norm(dora.dense([weight, *grid], target, mx.float32) - wanted)
+        small = mx.linalg.norm((A @ B).T) < error and self.rounding == "gptq"
+        if mode == "affine":
+            if self.to == "lora" or (target == how and small):
+                # the base's grid: the update is smaller than what a new one would round away
+                grid = [a * g for a in base[1:]]
+            grid = [a.astype(storage) for a in grid]
+        if self.to == "lora":
+            weight = base[0]
+        elif self.rounding == "gptq":
+            weight = rounded(wanted, target, grid[0], (*grid, None)[1], feedback(H, A))
+        return [weight, *grid]
 
     def target(self, path: str, how: tuple | None) -> tuple | None:
         """(group size, bits, mode) of what is written for a layer packed so; None for dense."""
@@ -539,13 +617,26 @@ class Merge:
 
     def write_lora(self, folder: Path) -> None:
         """The low-rank part as a LoRA adapter of one rank, scale 1."""
-        R, weights = max(A.shape[1] for A, _ in self.lora.values()), {}
-        for path, (A, B) in self.lora.items():
-            more = R - A.shape[1]
-            weights[f"{path}.lora_a"] = mx.pad(A, ((0, 0), (0, more)))
-            weights[f"{path}.lora_b"] = mx.pad(B, ((0, more), (0, 0)))
+        R, weights = max(A.shape[1] for _, pairs in self.lora.values() for A, _ in pairs), {}
+        for path, (kind, pairs) in self.lora.items():
+            more = R - pairs[0][0].shape[1]
+            A = mx.stack([mx.pad(a, ((0, 0), (0, more))) for a, _ in pairs])
+            B = mx.stack([mx.pad(b, ((0, more), (0, 0))) for _, b in pairs])
+            if kind is dora.AdaptedLinear:
+                a, b = A[0], B[0]
+            elif kind is dora.AdaptedEmbedding:
+                a, b = B[0].T, A[0].T
+            else:
+                a, b = A.swapaxes(1, 2), B.swapaxes(1, 2)
+            weights |= {f"{path}.lora_a": mx.contiguous(a), f"{path}.lora_b": mx.contiguous(b)}
         folder.mkdir()
         dora.write_adapter(folder, self.model, weights, "lora", {"rank": R, "scale": 1.0})
+
+
+def experts(layer: nn.Module) -> list[list[mx.array]]:
+    """The tensors of each expert's weight; of a layer that is no expert's, one list."""
+    held = dora.tensors(layer)
+    return [[t[e] for t in held] for e in range(len(held[0]))] if held[0].ndim == 3 else [held]
 
 
 def advance(block: nn.Module, flow: list, probes=(), count: int = 0) -> None:
@@ -553,7 +644,7 @@ def advance(block: nn.Module, flow: list, probes=(), count: int = 0) -> None:
     for n, h in enumerate(flow):
         for probe in probes:
             probe.recording = n < count
-        flow[n] = block(h, quant.attention_mask(h.shape[1], block.window))
+        flow[n] = block(h, block.mask(h.shape[1]))
         mx.eval(flow[n], [probe.H for probe in probes])
 
 

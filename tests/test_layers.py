@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from test_families import TOKENS, apart, family, ours, theirs
 
 import dora
+import fuse
 import quant
 
 E, O, I, V, R, S = 5, 48, 64, 90, 4, 2.0
@@ -274,3 +275,39 @@ def test_no_dense_copy_of_all_experts_is_made():
     before = mx.get_active_memory()
     mx.eval(grad(layer))
     assert mx.get_peak_memory() - before < E * O * I * 4 / 4
+
+
+@pytest.mark.parametrize("packing", [None, PACKINGS[10], PACKINGS[-2]], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gemma2", "granite"])
+def test_every_layer_fuses_into_what_the_live_adapter_is(tmp_path, monkeypatch, name, packing):
+    """Experts, delta nets, a tied embedding in both its uses: dense and beside a scaled base to
+    rounding, in mlx-lm as here; packed as near as packing leaves each weight."""
+    monkeypatch.setattr(fuse, "ROWS", 2)
+    monkeypatch.setattr(fuse, "LENGTH", 32)
+    folder = family(tmp_path / "m", name, packing, tie_word_embeddings=True)
+    model, tokens = ours(folder), TOKENS[:, :8]
+    before = model(tokens)
+    keys = ["q_proj", "down_proj", *(["in_proj_z"] if "5" in name else [])]
+    if not packing or packing["mode"] == "affine":  # MLX looks float formats up in bfloat16
+        keys.append("embed_tokens")
+    paths = perturbed(model, keys=keys)
+    live = model.eval()(tokens)
+    assert apart(live, before) > 0.05
+    dora.save_adapter(tmp_path, model, str(folder), quant.load(str(folder))[2])
+
+    def fused(way, **flags):
+        fuse.fuse([str(tmp_path)], save_path=str(tmp_path / way), **flags)
+        return ours(tmp_path / way), theirs(tmp_path / way)
+
+    dense, other = fused("dense", dequantize=True)
+    assert apart(dense(tokens), live) < 2e-5 and apart(other(tokens), live) < 2e-5
+    mine, other = fused("packed")
+    assert apart(mine(tokens), other(tokens)) < 2e-5
+    layers, wanted = dict(mine.named_modules()), dict(dense.named_modules())
+    for path in paths if packing else ():
+        W = mx.array(weight(layers[path]).astype(np.float32))
+        assert "scales" in layers[path] and 1e-3 < apart(W, wanted[path].weight) < 0.05
+    if not packing or packing["mode"] == "affine":
+        mine, _ = fused("lora", to="lora")
+        dora.load_adapter(mine, str(tmp_path / "lora" / "adapters"))
+        assert apart(mine(tokens), live) < 2e-5
