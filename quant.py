@@ -838,10 +838,11 @@ class DeltaCache:
 
     def __init__(self, first: mx.array | None = None):
         self.offset, self.first, self.inputs, self.state = 0, first, None, None
+        self.filled = 0 if first is None else int(first.max())
 
     def mask(self, T: int) -> mx.array | None:
         """Which of T new positions are text, (B, T); None if all are."""
-        if self.first is None or self.offset >= int(self.first.max()):
+        if self.offset >= self.filled:
             return None
         return mx.arange(self.offset, self.offset + T)[None] >= self.first[:, None]
 
@@ -1080,6 +1081,11 @@ class Model(nn.Module):
         """h (..., D) -> logits (..., V)."""
         tied = self.spec.tie_word_embeddings
         return self.finish(self.model.embed_tokens.as_linear(h) if tied else self.lm_head(h))
+
+    @property
+    def finishes(self) -> bool:
+        """Whether logits are more than the head's product."""
+        return bool(self.spec.final_logit_softcapping) or self.spec.logits_scaling != 1
 
     def finish(self, logits: mx.array) -> mx.array:
         """What some families do to the head's product: scale it, cap it."""
@@ -2080,6 +2086,14 @@ def sample(logits: mx.array, temperature: float, top_p: float) -> mx.array:
     return mx.random.categorical(logits)
 
 
+def check_sampling(ids: list[int], temperature: float, top_p: float) -> None:
+    if not ids:
+        raise UserError("the prompt has no tokens, and this model begins with none of its own")
+    if not (temperature >= 0 and 0 < top_p <= 1):
+        got = f"temperature {temperature} and top_p {top_p}"
+        raise UserError(f"got {got}, wanted temperature >= 0 and 0 < top_p <= 1")
+
+
 def stream(
     model: Model,
     ids: list[int],
@@ -2093,18 +2107,9 @@ def stream(
     Raises:
         UserError: no token to begin with, or a sampling value out of its range.
     """
-    if not ids:
-        raise UserError("the prompt has no tokens, and this model begins with none of its own")
-    if not (temperature >= 0 and 0 < top_p <= 1):
-        got = f"temperature {temperature} and top_p {top_p}"
-        raise UserError(f"got {got}, wanted temperature >= 0 and 0 < top_p <= 1")
+    check_sampling(ids, temperature, top_p)
     cache = model.make_cache()
-    tokens, chunk = mx.array([ids]), 512
-    while tokens.shape[1] > chunk:  # in pieces, so that memory does not grow with the prompt
-        model.hidden(tokens[:, :chunk], cache)
-        mx.eval([c.arrays() for c in cache])
-        tokens = tokens[:, chunk:]
-    token = sample(model.head(model.hidden(tokens, cache)[:, -1]), temperature, top_p)
+    token = sample(prefill(model, mx.array([ids]), cache), temperature, top_p)
     mx.async_eval(token)
     for n in range(max_tokens):
         if n + 1 < max_tokens:
@@ -2115,6 +2120,55 @@ def stream(
         yield token.item()
         if n + 1 < max_tokens:
             token = following
+
+
+def prefill(model: Model, tokens: mx.array, cache: list, chunk: int = 512) -> mx.array:
+    """tokens (B, T) into the cache, in pieces so that memory does not grow with T; the logits
+    (B, V) of what comes next.
+    """
+    while tokens.shape[1] > chunk:
+        model.hidden(tokens[:, :chunk], cache)
+        mx.eval([c.arrays() for c in cache])
+        tokens = tokens[:, chunk:]
+    return model.head(model.hidden(tokens, cache)[:, -1])
+
+
+def answers(
+    model: Model,
+    prompts: list[list[int]],
+    stop: set[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[list[int]]:
+    """The new token ids of each prompt, all prompts going through the model together.
+
+    Shorter prompts are filled up on the left with tokens that nothing sees.
+
+    Raises:
+        UserError: as `stream`.
+    """
+    check_sampling(min(prompts, key=len, default=[]), temperature, top_p)
+    longest = max(map(len, prompts))
+    first = [longest - len(p) for p in prompts]
+    tokens = mx.array([[0] * n + p for n, p in zip(first, prompts, strict=True)])
+    cache = model.make_cache(mx.array(first) if any(first) else None)
+    token = sample(prefill(model, tokens, cache), temperature, top_p)
+    found, going = [[] for _ in prompts], set(range(len(prompts)))
+    for n in range(max_tokens):
+        mx.async_eval(token)
+        if n + 1 < max_tokens:
+            following = sample(model(token[:, None], cache)[:, -1], temperature, top_p)
+            mx.async_eval(following)
+        for i, t in enumerate(token.tolist()):
+            if i in going and t in stop:
+                going.remove(i)
+            elif i in going:
+                found[i].append(t)
+        if not going:
+            break
+        token = following
+    return found
 
 
 def text_pieces(tokenizer: Tokenizer, ids: typing.Iterator[int]) -> typing.Iterator[str]:
@@ -2265,7 +2319,8 @@ def load_adapted(model: str, adapter: str, dtype: str | None) -> tuple[Model, To
 
 def generate(
     model: str,
-    prompt: str,
+    prompt: str | None = None,
+    prompts: str | None = None,
     adapter: str | None = None,
     max_tokens: int = 256,
     temperature: float = 0.0,
@@ -2277,13 +2332,31 @@ def generate(
     """Answers a prompt, printing text as it comes and tokens/s at the end.
 
     The prompt is one user turn in the model's chat template where it has one; --raw sends it as
-    it stands.
+    it stands. --prompts FILE has one on each line, which go through the model together; answers
+    come as JSON lines.
     --adapter FILE_OR_FOLDER needs dora.py beside this file.
     """
+    if (prompt is None) == (prompts is None):
+        raise UserError("give --prompt TEXT, or --prompts FILE with one on each line")
+    lines = []
+    if prompts is not None:
+        lines = [line for line in Path(prompts).read_text().splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"{prompts}: no prompt in it")
     loaded, tokenizer, _ = (
         load(model, dtype) if adapter is None else load_adapted(model, adapter, dtype)
     )
     mx.random.seed(seed)
+    if lines:
+        coded = [prompt_ids(tokenizer, line, raw) for line in lines]
+        start = time.perf_counter()
+        found = answers(loaded, coded, tokenizer.eos_ids, max_tokens, temperature, top_p)
+        took, count = time.perf_counter() - start, sum(map(len, found))
+        for line, ids in zip(lines, found, strict=True):
+            row = {"prompt": line, "completion": tokenizer.decode(ids)}
+            print(json.dumps(row, ensure_ascii=False))
+        print(f"[{count} new tokens, {count / took:.1f} tokens/s]", file=sys.stderr)
+        return
     ids, count, start, first = prompt_ids(tokenizer, prompt, raw), 0, time.perf_counter(), None
 
     def counted():

@@ -344,7 +344,7 @@ def loss_sum(model: nn.Module, tokens: mx.array, places: mx.array, weights: mx.a
     h = model.hidden(tokens[:, :-1])
     h, targets = h.reshape(-1, h.shape[-1])[places], tokens[:, 1:].reshape(-1)[places]
     head = model.model.embed_tokens if model.spec.tie_word_embeddings else model.lm_head
-    if isinstance(head, dora.AdaptedLinear) or head.trainable_parameters():
+    if isinstance(head, dora.AdaptedLinear) or head.trainable_parameters() or model.finishes:
         losses = nn.losses.cross_entropy(model.head(h).astype(mx.float32), targets)
         return (losses * weights).sum()
     return head_product(dora.packing(head))(h, targets, weights, *dora.tensors(head))[0]

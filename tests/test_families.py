@@ -1,5 +1,7 @@
 """Every family as a tiny random model, against mlx-lm and float64."""
 
+import json
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -8,6 +10,7 @@ from conftest import PACKINGS, tiny_config, write_model
 from mlx.utils import tree_flatten
 
 import quant
+import train
 
 MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
 DELTA = dict(
@@ -52,7 +55,7 @@ TOKENS = mx.array(np.random.RandomState(0).randint(5, 300, (2, 90)))
 
 def family(folder, name: str, packing=None, dtype=mx.float32, **changes):
     """A folder whose norms are not all ones, so that it matters where they stand."""
-    config = tiny_config(name, **TINY[name] | changes)
+    config = tiny_config(name, **TINY.get(name, {}) | changes)
     write_model(folder, config, packing, dtype=dtype)
     weights = mx.load(str(folder / "model.safetensors"))
     mx.eval(weights)
@@ -137,3 +140,134 @@ def test_gradients_are_those_of_mlx_lm(folders, name, checkpoint):
     assert found[0].keys() == found[1].keys()
     for key, grad in found[0].items():
         assert apart(grad, found[1][key]) < 2e-4, key
+
+
+# --- Generating and training ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+def test_prompts_of_any_length_together_are_answered_as_each_alone(tmp_path, name):
+    folder = family(tmp_path / "m", name, **({"sliding_window": 8} if name == "mistral" else {}))
+    model, random = ours(folder), np.random.RandomState(2)
+    prompts = [random.randint(5, 300, n).tolist() for n in (3, 40, 11, 1, 40)]
+    alone = [list(quant.stream(model, p, set(), 12)) for p in prompts]
+    assert quant.answers(model, prompts, set(), 12) == alone
+    stop = alone[1][4]
+    ended = [list(quant.stream(model, p, {stop}, 12)) for p in prompts]
+    assert quant.answers(model, prompts, {stop}, 12) == ended != alone
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_long_prompt_in_pieces_is_the_whole_prompt(folders, name):
+    model = ours(folders(name))
+    whole = model(TOKENS)[:, -1]
+    assert apart(quant.prefill(model, TOKENS, model.make_cache(), chunk=32), whole) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_trainers_loss_is_that_of_the_logits(folders, name):
+    """Soft caps and scaled logits included."""
+    model = ours(folders(name))
+    places = mx.array([0, 5, 88, 89 + 7])
+    weights = mx.array([1.0, 0.0, 2.0, 1.0])
+    targets = TOKENS[:, 1:].reshape(-1)[places]
+    logits = model(TOKENS[:, :-1]).reshape(-1, 300)[places]
+    wanted = (nn.losses.cross_entropy(logits, targets) * weights).sum().item()
+    assert train.loss_sum(model, TOKENS, places, weights).item() == pytest.approx(wanted, rel=1e-5)
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def as_hugging_face(name: str, weights: dict) -> dict:
+    """The checkpoint's own layout: an expert at a time, or the Qwen 3.5 way."""
+    found = {}
+    for key, a in weights.items():
+        where, _, rest = key.partition(".switch_mlp.")
+        if rest and name == "qwen3_5_moe":
+            if "up_proj" in rest:
+                gate = weights[f"{where}.switch_mlp.gate_proj.weight"]
+                found[f"{where}.experts.gate_up_proj"] = mx.concatenate([gate, a], axis=1)
+            elif "down_proj" in rest:
+                found[f"{where}.experts.down_proj"] = a
+        elif rest:
+            part = rest.split(".")[0]
+            part = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.get(part, part)
+            part = part if name == "mixtral" else rest.split(".")[0]
+            found |= {f"{where}.experts.{e}.{part}.weight": a[e] for e in range(len(a))}
+        elif "conv1d" in key:
+            found[key] = a.moveaxis(1, 2)
+        elif name.startswith("qwen3_5") and "norm" in key and "linear_attn" not in key:
+            found[key] = a - 1
+        else:
+            found[key] = a
+    return found
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_checkpoints_of_hugging_face_load_as_in_mlx_lm(tmp_path, capsys, name):
+    folder = family(tmp_path / "m", name)
+    wanted = ours(folder)(TOKENS)
+    file = folder / "model.safetensors"
+    weights = mx.load(str(file))
+    mx.eval(weights, wanted)
+    weights = as_hugging_face(name, weights)
+    config = json.loads((folder / "config.json").read_text())
+    if name.startswith("qwen3_5"):
+        weights = {
+            k.replace("model.", "model.language_model.", 1) if k.startswith("model.") else k: a
+            for k, a in weights.items()
+        }
+        weights |= {"model.visual.patch_embed.proj.weight": mx.zeros((4, 4))}
+        weights |= {"mtp.fc.weight": mx.zeros((4, 4))}
+        text = {**config, "model_type": f"{name}_text"}
+        config = {"model_type": name, "text_config": text, "vision_config": {"depth": 1}}
+        (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(file), weights, {"format": "pt"})
+    assert apart(ours(folder)(TOKENS), wanted) < 1e-6
+    said = capsys.readouterr().err
+    if name.startswith("qwen3_5"):
+        assert "ignoring 2 tensors" in said and "model.visual" in said and "mtp.fc" in said
+    assert apart(theirs(folder)(TOKENS), wanted) < 2e-5
+    quant.convert(str(folder), str(tmp_path / "out"))
+    assert mx.array_equal(ours(tmp_path / "out")(TOKENS), ours(folder)(TOKENS))
+    assert apart(theirs(tmp_path / "out")(TOKENS), wanted) < 2e-5
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    folder = family(tmp_path / "m", "mixtral")
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    weights = as_hugging_face("mixtral", weights)
+    del weights["model.layers.0.block_sparse_moe.experts.4.w2.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.raises(quant.UserError, match="0.*down_proj.*1 of 6 experts missing, 4 first"):
+        quant.load(str(folder))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_5_moe", "gemma2", "phi3"])
+def test_quantize_leaves_routers_dense_and_mlx_lm_loads_it(tmp_path, capsys, name):
+    folder = family(tmp_path / "m", name)
+    quant.quantize(str(folder), str(tmp_path / "out"), 4, 32)
+    model = ours(tmp_path / "out")
+    assert apart(model(TOKENS[:, :8]), theirs(tmp_path / "out")(TOKENS[:, :8])) < 2e-5
+    packed = {p.rpartition(".")[2] for p, m in model.named_modules() if "scales" in m}
+    assert "gate" not in packed and "down_proj" in packed and "embed_tokens" in packed
+    quant.dequantize(str(tmp_path / "out"), str(tmp_path / "back"))
+    assert apart(ours(tmp_path / "back")(TOKENS), model(TOKENS)) < 2e-5
+
+
+REFUSED = {
+    "latent attention": ("llama", {"kv_lora_rank": 512}, "latent attention .MLA., kv_lora_rank"),
+    "rope": ("gemma2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 for gemma2"),
+    "activation": ("qwen3_moe", {"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+    "layers": ("llama", {"layer_types": ["mamba"] * 2}, "layer_types: mamba"),
+    "family": ("deepseek_v3", {}, "model_type 'deepseek_v3'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(case):
+    name, changes, said = REFUSED[case]
+    with pytest.raises(quant.UserError, match=said):
+        quant.Spec.read(tiny_config(name, **TINY.get(name, {}) | changes))
