@@ -1,4 +1,4 @@
-"""dora.py: DoRA and LoRA for the linear layers of MLX models, over dense and packed weights.
+"""dora.py: DoRA and LoRA for linear layers, experts and embeddings of MLX models, dense or packed.
 
 One file, no other file of the suite needed: copy it (with `kernels/`) into another repo. It works
 on this suite's models and on mlx-lm's and mlx-vlm's, because it looks at what a layer holds
@@ -25,6 +25,9 @@ forward, and keep both dense matrices for backward. What this file does is chose
 - GPUs, generating: one kernel per layer (kernels/decode).
 - Otherwise x Wᵀ by one dense copy for the moment of a product or by the packed product, whichever
   is faster, then the low-rank part and g; without kernels the norm comes from O·R operations.
+
+Experts (E, O, I) have an adapter each, and their norms come from products of size (E, O, R). An
+embedding (V, D) is a linear layer D -> V whose rows are looked up; as a tied head it is one.
 
 DORA_KERNELS=0 in the environment switches the kernels off.
 

@@ -3,12 +3,14 @@
 One file, no other file of the suite needed. What it replaces: a library of a hundred model files.
 Here one decoder is written once and configured from the model's own config.json:
 
-    tokens (B, T) -> embed (B, T, D) -> N x [norm, attention, norm, gated MLP] -> norm
+    tokens (B, T) -> embed (B, T, D) -> N x [norm, mixer, norm, gated MLP] -> norm
     -> logits (B, T, V)
 
-Families differ in data only (`FAMILIES`): which projections carry a bias, whether queries and keys
-are normed, which layers see a sliding window, which RoPE they use. Parameter paths are Hugging
-Face's, so checkpoints of theirs and of mlx-lm load unchanged and what is saved here loads there.
+A mixer is attention or, in Qwen 3.5, mostly a gated delta net; an MLP may be many, of which a
+router chooses some. Families differ in data only (`FAMILIES`): where norms stand, which
+projections carry a bias or are one, which layers see a sliding window, which RoPE they use if any,
+soft caps and multipliers. Parameter paths are mlx-lm's, Hugging Face's but for experts, which are
+stacked (E, O, I): checkpoints of both load unchanged and what is saved here loads in mlx-lm.
 
 Packed weights. A packed matrix W (O, I) is `weight` (O, I·bits/32) uint32 with `scales` and, in
 affine mode, `biases` (O, I/group): W = scale·code + bias. Other modes (mxfp4, mxfp8, nvfp4) have
@@ -19,6 +21,7 @@ cost what packing saved.
 
     python quant.py info MODEL
     python quant.py generate MODEL --prompt "What is the capital of France?"
+    python quant.py generate MODEL --prompts FILE      many at once
     python quant.py quantize MODEL --save-path out --bits 4
     python quant.py dequantize MODEL --save-path out
     python quant.py convert FILE.gguf --save-path out

@@ -224,7 +224,7 @@ def test_checkpoints_of_hugging_face_load_as_in_mlx_lm(tmp_path, capsys, name):
         config = {"model_type": name, "text_config": text, "vision_config": {"depth": 1}}
         (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(file), weights, {"format": "pt"})
-    assert apart(ours(folder)(TOKENS), wanted) < 1e-6
+    assert apart(ours(folder)(TOKENS), wanted) < 1e-5
     said = capsys.readouterr().err
     if name.startswith("qwen3_5"):
         assert "ignoring 2 tensors" in said and "model.visual" in said and "mtp.fc" in said
