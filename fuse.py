@@ -112,7 +112,7 @@ def fuse(
             config = merge.config
             tell(report, "quantization" in config)
     print(f"wrote {Path(save_path)}: {base} with {', '.join(adapters)}")
-    if "quantization" in config:
+    if "quantization" in config and config["model_type"] in ("mistral", *quant.GGUF_ARCHITECTURES):
         gguf = f"python quant.py convert {save_path} --save-path FILE.gguf"
         print(f"packed as MLX packs; for llama.cpp: {gguf}")
 

@@ -1528,6 +1528,7 @@ def compile_template(source: str):
 
 # --- GGUF -----------------------------------------------------------------------------------------
 
+GGUF_ARCHITECTURES = "llama", "qwen2", "qwen3"
 GGUF_TENSORS = {  # llama.cpp's names below blk.N. -> ours below model.layers.N.
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -1569,10 +1570,9 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict, Tokenizer]:
         raise UserError(f"{path}: not a readable GGUF file: {error}") from None
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in meta.items()}
     arch = meta.get("general.architecture")
-    if arch not in ("llama", "qwen2", "qwen3"):
-        raise UserError(
-            f"{path}: unsupported GGUF architecture {arch!r}; supported: llama, qwen2, qwen3"
-        )
+    if arch not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise UserError(f"{path}: unsupported GGUF architecture {arch!r}; supported: {known}")
     if any(".ffn_gate_exps" in k or ".ffn_gate_inp" in k for k in arrays):
         raise UserError(f"{path}: mixture-of-experts GGUF files are not supported")
     config = gguf_config(meta, arch, arrays.pop("rope_freqs.weight", None), path)
@@ -1812,7 +1812,7 @@ def write_gguf(file: Path, model: Model, config: dict, tokenizer: Tokenizer, out
 
 def gguf_meta(arch: str, spec: Spec, config: dict) -> dict:
     """GGUF's metadata of a model, without its tokenizer's."""
-    if arch not in ("llama", "qwen2", "qwen3"):
+    if arch not in GGUF_ARCHITECTURES:
         raise UserError(f"writing GGUF of {arch} models is not supported")
     window = next(iter(set(spec.windows)))
     if len(set(spec.windows)) > 1 or (window and arch != "llama"):
@@ -2240,6 +2240,12 @@ def info(model: str) -> None:
         f"context    {spec.max_position_embeddings}, rope {spec.rope['rope_type']}, "
         f"windows: {', '.join(sorted(set(map(str, spec.windows)))).lower()}"
     )
+    if deltas := sum(spec.deltas):
+        print(f"layers     {deltas} gated delta nets, {len(spec.deltas) - deltas} attention")
+    if sparse := sum(spec.sparse):
+        shared = ", one shared" if spec.shared_expert_intermediate_size else ""
+        chosen = f"{spec.num_experts_per_tok} for a token"
+        print(f"experts    {spec.num_experts} in each of {sparse} layers, {chosen}{shared}")
     print(
         f"weights    {count / 1e6:.1f} M, {nbytes / 1e6:.1f} MB, {nbytes * 8 / count:.2f} bits each"
     )
