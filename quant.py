@@ -943,17 +943,43 @@ def gated_delta(q, k, v, decay, beta, state=None, chunk: int = 64) -> tuple[mx.a
     solve = unit_lower_inverse(system)
     wanted = solve @ (v * beta[..., None])
     held = solve @ (k * (beta * mx.exp(total))[..., None])
-    inside, reach = (q @ k.swapaxes(-1, -2)) * left, q * mx.exp(total)[..., None]
     kept = k * mx.exp(total[..., -1:] - total)[..., None]
-    last, outs = mx.exp(total[..., -1])[..., None, None], []
-    # split, since the gradient of an index is as large as all of the array
-    parts = (mx.split(a, count) for a in (wanted, held, reach, inside, kept, last))
-    for wanted, held, reach, inside, kept, last in zip(*parts, strict=True):
-        new = wanted[0] - held[0] @ state.swapaxes(-1, -2)
-        outs.append(reach[0] @ state.swapaxes(-1, -2) + inside[0] @ new)
-        state = last[0] * state + new.swapaxes(-1, -2) @ kept[0]
-    out = mx.stack(outs, axis=1).swapaxes(2, 3).reshape(B, count * chunk, H, dv)
+    last = mx.exp(total[..., -1])[..., None, None]
+    new, states, state = delta_scan(wanted, held, kept, last, state)
+    inside, reach = (q @ k.swapaxes(-1, -2)) * left, q * mx.exp(total)[..., None]
+    out = reach @ states.swapaxes(-1, -2) + inside @ new
+    out = out.transpose(1, 0, 3, 2, 4).reshape(B, count * chunk, H, dv)
     return out[:, :T], state
+
+
+@mx.custom_function
+def delta_scan(wanted, held, kept, last, state) -> tuple[mx.array, mx.array, mx.array]:
+    """From chunk to chunk: new = wanted - held Sᵀ, S ← last S + newᵀ kept.
+
+    wanted (n, ..., C, Dv), held and kept (n, ..., C, Dk), last (n, ..., 1, 1), state (..., Dv, Dk);
+    -> new (n, ..., C, Dv), the states that chunks begin with (n, ..., Dv, Dk), and the last state.
+    Backward is written out: MLX's gradient of taking one chunk is as large as all of them.
+    """
+    news, states = [], []
+    for i in range(len(wanted)):
+        states.append(state)
+        news.append(wanted[i] - held[i] @ state.swapaxes(-1, -2))
+        state = last[i] * state + news[-1].swapaxes(-1, -2) @ kept[i]
+    return mx.stack(news), mx.stack(states), state
+
+
+@delta_scan.vjp
+def _delta_scan_vjp(primals, cotangents, outputs):
+    (_, held, kept, last, _), (new, states, _) = primals, outputs
+    dnew, dstates, d = cotangents
+    news, after = [], []
+    for i in reversed(range(len(held))):
+        after.append(d)
+        news.append(dnew[i] + kept[i] @ d.swapaxes(-1, -2))
+        d = last[i] * d + dstates[i] - news[-1].swapaxes(-1, -2) @ held[i]
+    dnew, after = mx.stack(news[::-1]), mx.stack(after[::-1])
+    dlast = (after * states).sum(axis=(-1, -2), keepdims=True)
+    return dnew, -(dnew @ states), new @ after, dlast, d
 
 
 @mx.custom_function
