@@ -1,12 +1,15 @@
 """DoRA and LoRA on embeddings, tied heads and experts: each against float64, mlx-lm, itself."""
 
+import importlib
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PACKINGS
+from conftest import PACKINGS, tiny_config
 from mlx.utils import tree_flatten
-from test_families import TOKENS, apart, family, ours, theirs
+from test_families import TINY, TOKENS, apart, family, ours, theirs
 
 import dora
 import fuse
@@ -311,3 +314,43 @@ def test_every_layer_fuses_into_what_the_live_adapter_is(tmp_path, monkeypatch, 
         mine, _ = fused("lora", to="lora")
         dora.load_adapter(mine, str(tmp_path / "lora" / "adapters"))
         assert apart(mine(tokens), live) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("gemma3", "gemma3_text"),
+        ("qwen3_vl", "qwen3"),
+        ("qwen3_vl_moe", "qwen3_moe"),
+        ("qwen3_5_moe", "qwen3_5_moe"),
+    ],
+)
+def test_the_text_models_of_mlx_vlm_itself_are_adapted(module, name, packed):
+    """pip install --no-deps mlx-vlm"""
+    pytest.importorskip("mlx_vlm")
+    package = importlib.import_module(f"mlx_vlm.models.{module}")
+    config = tiny_config(name, **TINY.get(name, {}))
+    config = {"mlp_only_layers": [], "decoder_sparse_step": 1} | config
+    if "vl" in module:
+        config["rope_scaling"] = {"type": "default", "mrope_section": [4, 6, 6]}
+    model = package.LanguageModel(package.TextConfig.from_dict(config))
+    vision = SimpleNamespace(spatial_merge_size=2)
+    ids = dict(image_token_id=299, video_token_id=298, vision_start_token_id=297)
+    model.config = SimpleNamespace(vision_config=vision, **ids)
+    if packed:
+        nn.quantize(model, 32, 4, class_predicate=lambda p, m: hasattr(m, "to_quantized"))
+    tokens = TOKENS[:, :8]
+    before = model(tokens).logits
+    paths = dora.adapt(model, R, S)
+    assert len(paths) > 10 and ("moe" in module) == any("switch_mlp" in p for p in paths)
+    assert apart(model(tokens).logits, before) < 1e-5
+    for layer in dora.adapted(model).values():
+        layer.lora_b = mx.random.normal(layer.lora_b.shape) / 16
+    assert apart(model(tokens).logits, before) > 0.05
+    model.train()
+    grads = nn.value_and_grad(model, lambda m: mx.square(m(tokens).logits).sum())(model)[1]
+    found = dict(tree_flatten(grads))
+    assert {k.rpartition(".")[0] for k in found} == set(paths)
+    assert all(mx.any(g != 0).item() for g in found.values())
