@@ -316,7 +316,20 @@ FAMILIES = {  # model_type -> what differs, as defaults for keys that config.jso
     "smollm3": {"no_rope_layer_interval": 4, "rope_theta": 2e6, "max_position_embeddings": 32768},
 }
 FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"]
-ALIASES = {"num_local_experts": "num_experts", "hidden_activation": "hidden_act"}
+ALIASES = {  # Mixtral's, Gemma's and Qwen 3.5's names
+    "num_local_experts": "num_experts",
+    "hidden_activation": "hidden_act",
+    "attn_output_gate": "attention_gate",
+}
+FOREIGN = {  # config.json's key -> a feature that would change the result
+    "kv_lora_rank": "latent attention (MLA)",
+    "q_lora_rank": "latent attention (MLA)",
+    "use_bidirectional_attention": "attention to what follows",
+    "clip_qkv": "clipped projections",
+    "n_group": "groups of experts",
+    "num_kv_shared_layers": "keys and values shared between layers",
+    "hidden_size_per_layer_input": "embeddings of each layer",
+}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 LAYERS = "windows", "ropes", "deltas", "sparse"  # of a Spec: one entry per layer
 
@@ -376,7 +389,9 @@ class Spec:
             raise UserError(
                 f"unsupported model_type {kind!r}; supported: {', '.join(sorted(FAMILIES))}"
             )
-        config = FAMILIES[kind] | {ALIASES.get(k, k): v for k, v in config.items() if v is not None}
+        given = {k: v for k, v in config.items() if v is not None}
+        aliases = {new: given[old] for old, new in ALIASES.items() if old in given}
+        config = FAMILIES[kind] | given | aliases
         fields = dataclasses.fields(cls)
         needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
         if missing := [k for k in needed if k not in config]:
@@ -386,8 +401,9 @@ class Spec:
         if (act := spec.hidden_act) not in ACTIVATIONS:
             raise UserError(f"unsupported hidden_act {act!r}; wanted {', '.join(ACTIVATIONS)}")
         spec.hidden_act = ACTIVATIONS[act]
-        if odd := [k for k in ("kv_lora_rank", "q_lora_rank") if config.get(k)]:
-            raise UserError(f"unsupported: latent attention (MLA), {odd[0]} {config[odd[0]]}")
+        for key, what in FOREIGN.items():
+            if config.get(key):
+                raise UserError(f"unsupported: {what}, {key} {config[key]} in config.json")
         spec.num_key_value_heads = spec.num_key_value_heads or spec.num_attention_heads
         spec.head_dim = spec.head_dim or spec.hidden_size // spec.num_attention_heads
         spec.qkv_bias = spec.attention_bias if spec.qkv_bias is None else spec.qkv_bias

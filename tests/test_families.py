@@ -259,6 +259,7 @@ def test_quantize_leaves_routers_dense_and_mlx_lm_loads_it(tmp_path, capsys, nam
 
 REFUSED = {
     "latent attention": ("llama", {"kv_lora_rank": 512}, "latent attention .MLA., kv_lora_rank"),
+    "both ways": ("gemma3_text", {"use_bidirectional_attention": True}, "what follows, use_bidir"),
     "rope": ("gemma2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 for gemma2"),
     "activation": ("qwen3_moe", {"hidden_act": "relu2"}, "hidden_act 'relu2'"),
     "layers": ("llama", {"layer_types": ["mamba"] * 2}, "layer_types: mamba"),
@@ -271,3 +272,40 @@ def test_what_is_not_supported_is_refused_by_name(case):
     name, changes, said = REFUSED[case]
     with pytest.raises(quant.UserError, match=said):
         quant.Spec.read(tiny_config(name, **TINY.get(name, {}) | changes))
+
+
+def test_what_a_config_leaves_out_is_the_familys_own():
+    """Gemma 3's multimodal config.json says little of its text model."""
+    said = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    said |= {"intermediate_size": 10240, "sliding_window": 1024}
+    said |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    spec = quant.Spec.read(said)
+    assert (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim) == (8, 4, 256)
+    assert spec.windows[:7] == (1024,) * 5 + (None, 1024) and spec.vocab_size == 262208
+    far, near = spec.ropes[5], spec.ropes[0]
+    assert (far["rope_type"], far["factor"], far["rope_theta"]) == ("linear", 8.0, 1e6)
+    assert (near["rope_type"], near["rope_theta"]) == ("default", 1e4)
+    new = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    new["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    again = quant.Spec.read({**said, "rope_scaling": None, "rope_parameters": new})
+    keys = "rope_type", "rope_theta", "dims"
+    for one, other in zip(spec.ropes, again.ropes, strict=True):
+        assert [one[k] for k in keys] == [other[k] for k in keys]
+
+
+def test_experts_packed_each_in_its_own_way(tmp_path):
+    folder = family(tmp_path / "m", "qwen3_moe")
+    model, tokenizer, config = quant.load(str(folder))
+    default = {"group_size": 32, "bits": 4, "mode": "affine"}
+    path = "model.layers.0.mlp.switch_mlp.down_proj"
+    mixed = {path: {"group_size": 32, "bits": 8, "mode": "mxfp8"}, "model.layers.0.mlp.gate": False}
+    nn.quantize(
+        model, class_predicate=lambda p, m: hasattr(m, "to_quantized") and mixed.get(p, default)
+    )
+    (tmp_path / "out").mkdir()
+    weights = dict(tree_flatten(model.parameters()))
+    quant.save(tmp_path / "out", weights, config | {"quantization": default | mixed}, tokenizer)
+    mine = ours(tmp_path / "out")
+    layers = dict(mine.named_modules())
+    assert layers[path].mode == "mxfp8" and "scales" not in layers["model.layers.0.mlp.gate"]
+    assert apart(mine(TOKENS), theirs(tmp_path / "out")(TOKENS)) < 2e-5
