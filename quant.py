@@ -1127,11 +1127,6 @@ class Model(nn.Module):
         tied = self.spec.tie_word_embeddings
         return self.finish(self.model.embed_tokens.as_linear(h) if tied else self.lm_head(h))
 
-    @property
-    def finishes(self) -> bool:
-        """Whether logits are more than the head's product."""
-        return bool(self.spec.final_logit_softcapping) or self.spec.logits_scaling != 1
-
     def finish(self, logits: mx.array) -> mx.array:
         """What some families do to the head's product: scale it, cap it."""
         cap, scaling = self.spec.final_logit_softcapping, self.spec.logits_scaling

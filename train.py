@@ -306,12 +306,13 @@ def buckets(longest: int) -> np.ndarray:
 
 
 @functools.cache
-def head_product(how: tuple | None) -> Callable:
+def head_product(how: tuple | None, scaling: float, cap: float | None) -> Callable:
     """`f(h (N, D), targets (N,), weights (N,), head tensors) -> weighted sum of cross-entropies`,
     in chunks.
 
     One pass makes the loss and its gradient with respect to h while the logits of a chunk exist,
     so they never exist all at once and the head is unpacked once. The head itself gets no gradient.
+    `scaling` and `cap` are `quant.Model.finish`'s.
     """
 
     @mx.custom_function
@@ -320,14 +321,21 @@ def head_product(how: tuple | None) -> Callable:
         total, grads, chunk = mx.array(0.0), [], max(LOGITS // V, 1)
         for i in range(0, h.shape[0], chunk):
             t, w = targets[i : i + chunk, None], weights[i : i + chunk, None]
-            logits = (h[i : i + chunk] @ W.T).astype(mx.float32)
+            part = h[i : i + chunk]
+            if grads:  # one after the other, or all chunks' logits would exist at once
+                part = mx.depends(part, [grads[-1], total])
+            logits = (part @ W.T).astype(mx.float32) / scaling
+            if cap:
+                bent = mx.tanh(logits / cap)
+                logits = cap * bent
             top = logits.max(axis=-1, keepdims=True)
             p = quant.exp(logits - top)
             mass = p.sum(axis=-1, keepdims=True)
             losses = top + mx.log(mass) - mx.take_along_axis(logits, t, axis=-1)
             total = total + (w * losses).sum()
             p = p * (w / mass)
-            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - w, axis=-1)
+            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - w, axis=-1) / scaling
+            p = p * (1 - mx.square(bent)) if cap else p
             grads.append(p.astype(h.dtype) @ W)
         return total, mx.concatenate(grads)
 
@@ -339,15 +347,52 @@ def head_product(how: tuple | None) -> Callable:
     return run
 
 
+def live_head_loss(model: nn.Module, head: nn.Module, h, targets, weights) -> mx.array:
+    """What `head_product` returns, for a head that is adapted or trained itself: chunk by chunk
+    with the gradients of its parameters.
+    """
+    names, leaves = zip(*tree_flatten(head.trainable_parameters()), strict=True)
+
+    def chunk_loss(h, targets, weights, *leaves):
+        head.update(tree_unflatten(list(zip(names, leaves, strict=True))))
+        logits = model.head(h).astype(mx.float32)
+        return (nn.losses.cross_entropy(logits, targets) * weights).sum()
+
+    @mx.custom_function
+    def run(h, targets, weights, *leaves):
+        chunk = max(LOGITS // model.spec.vocab_size, 1)
+        step = mx.value_and_grad(chunk_loss, [0, *range(3, 3 + len(leaves))])
+        total, rows, sums = mx.array(0.0), [], [mx.zeros_like(a) for a in leaves]
+        for i in range(0, h.shape[0], chunk):
+            part = [a[i : i + chunk] for a in (h, targets, weights)]
+            if rows:  # as in `head_product`
+                part = mx.depends(part, [rows[-1], total, *sums])
+            value, (dh, *grads) = step(*part, *leaves)
+            total = total + value
+            rows.append(dh)
+            sums = [a + b for a, b in zip(sums, grads, strict=True)]
+        return total, mx.concatenate(rows), *sums
+
+    @run.vjp
+    def run_vjp(primals, cotangents, outputs):
+        dh, *grads = ((cotangents[0] * a).astype(a.dtype) for a in outputs[1:])
+        return dh, *(mx.zeros_like(p) for p in primals[1:3]), *grads
+
+    loss = run(h, targets, weights, *leaves)[0]
+    head.update(tree_unflatten(list(zip(names, leaves, strict=True))))  # tracing has left its own
+    return loss
+
+
 def loss_sum(model: nn.Module, tokens: mx.array, places: mx.array, weights: mx.array) -> mx.array:
     """Summed cross-entropy (float32) of the tokens at `places`; see `Examples.batch` for shapes."""
     h = model.hidden(tokens[:, :-1])
     h, targets = h.reshape(-1, h.shape[-1])[places], tokens[:, 1:].reshape(-1)[places]
     head = model.model.embed_tokens if model.spec.tie_word_embeddings else model.lm_head
-    if isinstance(head, dora.AdaptedLinear) or head.trainable_parameters() or model.finishes:
-        losses = nn.losses.cross_entropy(model.head(h).astype(mx.float32), targets)
-        return (losses * weights).sum()
-    return head_product(dora.packing(head))(h, targets, weights, *dora.tensors(head))[0]
+    if isinstance(head, dora.AdaptedLinear) or head.trainable_parameters():
+        return live_head_loss(model, head, h, targets, weights)
+    finish = model.spec.logits_scaling, model.spec.final_logit_softcapping
+    run = head_product(dora.packing(head), *finish)
+    return run(h, targets, weights, *dora.tensors(head))[0]
 
 
 def learning_rate(

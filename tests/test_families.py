@@ -309,3 +309,40 @@ def test_experts_packed_each_in_its_own_way(tmp_path):
     layers = dict(mine.named_modules())
     assert layers[path].mode == "mxfp8" and "scales" not in layers["model.layers.0.mlp.gate"]
     assert apart(mine(TOKENS), theirs(tmp_path / "out")(TOKENS)) < 2e-5
+
+
+@pytest.mark.parametrize("T", [8, 63, 64, 150])
+def test_the_delta_rule_in_chunks_is_that_of_each_position(T):
+    """Outputs, the last state and all gradients, from a state onward."""
+    random = np.random.RandomState(T)
+    q, k, v, state = (
+        mx.array(random.standard_normal(s).astype(np.float32))
+        for s in ((2, T, 2, 16), (2, T, 2, 16), (2, T, 4, 24), (2, 4, 24, 16))
+    )
+    k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    decay, beta = (
+        mx.array(random.uniform(*r, (2, T, 4)).astype(np.float32)) for r in ((-1, 0), (0, 1))
+    )
+    given = [q, k, v, decay, beta, state]
+    shapes = (2, T, 4, 24), (2, 4, 24, 16)
+    cotangents = [mx.array(random.standard_normal(s).astype(np.float32)) for s in shapes]
+
+    def position(q, k, v, decay, beta, state):
+        return mx.fast.gated_delta_update(q, k, v, mx.exp(decay), beta, state)
+
+    def chunks(*given):
+        return quant.gated_delta(*given, chunk=32)
+
+    found = [mx.vjp(f, given, cotangents) for f in (chunks, position)]
+    for got, wanted in zip(*(outs + grads for outs, grads in found), strict=True):
+        assert apart(got, wanted) < 2e-5
+
+
+def test_the_same_key_again_and_again_does_no_harm():
+    """Where powers of the system would cancel: T ones below the diagonal."""
+    q = k = mx.ones((1, 256, 1, 4)) / 2
+    v = mx.random.normal((1, 256, 1, 4), key=mx.random.key(0))
+    none, all_of_it = mx.zeros((1, 256, 1)), mx.ones((1, 256, 1))
+    out, state = quant.gated_delta(q, k, v, none, all_of_it)
+    assert apart(out, v) < 1e-5  # each value replaces the one before
+    assert apart(state[0, 0] @ k[0, 0, 0], v[0, -1, 0]) < 1e-5

@@ -103,6 +103,7 @@ def plain_loss(model, tokens, places, weights):
     return (losses[places] * weights).sum()
 
 
+CAPPED = {"model_type": "gemma2", "final_logit_softcapping": 1.5, "tie_word_embeddings": True}
 HEADS = {
     "dense": ({}, None, None),
     "tied": ({"tie_word_embeddings": True}, None, None),
@@ -110,6 +111,14 @@ HEADS = {
     "packed and tied": ({"tie_word_embeddings": True}, PACKINGS[9], None),
     "mxfp4": ({}, {"group_size": 32, "bits": 4, "mode": "mxfp4"}, None),
     "adapted": ({}, PACKINGS[4], ["q_proj", "lm_head"]),
+    "adapted and tied": (
+        {"tie_word_embeddings": True},
+        PACKINGS[4],
+        ["q_proj", "embed_tokens"],
+    ),
+    "capped": (CAPPED, PACKINGS[4], None),
+    "capped and adapted": (CAPPED, None, ["q_proj", "embed_tokens"]),
+    "scaled": ({"model_type": "granite", "logits_scaling": 3.0}, None, None),
     "full": ({}, None, "full"),
     "full and tied": ({"tie_word_embeddings": True}, None, "full"),
 }
@@ -1075,3 +1084,24 @@ def test_full_disk_is_one_line_and_leaves_a_run_that_resumes(tmp_path, packed, d
     whole = go(packed, data, tmp_path / "whole", iters=step + 2, learning_rate=1e-5)
     go(packed, data, tmp_path / "out", iters=step + 2, learning_rate=1e-5, resume=True)
     assert content(whole) == content(tmp_path / "out")
+
+
+@pytest.mark.parametrize("keys", [None, ["lm_head"]])
+def test_the_memory_of_the_loss_does_not_grow_with_the_tokens(monkeypatch, keys):
+    """16 times the tokens: all the logits would be 0.8 GB."""
+    monkeypatch.setattr(train, "LOGITS", 1 << 22)
+    config = tiny_config(vocab_size=100_000, num_hidden_layers=1, intermediate_size=32)
+    model = quant.Model(quant.Spec.read(config))
+    model.freeze()
+    dora.adapt(model, 4, 2.0, keys=keys)
+    model.train()
+    found = []
+    for rows in (1, 16):
+        tokens = mx.random.randint(0, 1000, (rows, 129))
+        places, weights = mx.arange(rows * 128), mx.ones((rows * 128,))
+        mx.eval(model.parameters(), tokens, places, weights)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        mx.eval(nn.value_and_grad(model, train.loss_sum)(model, tokens, places, weights))
+        found.append(mx.get_peak_memory())
+    assert found[1] - found[0] < 0.25e9, found
