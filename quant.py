@@ -821,11 +821,8 @@ class SparseMLP(nn.Module):
 
     def __init__(self, spec: Spec):
         super().__init__()
-        self.k, self.last, self.norm = (
-            spec.num_experts_per_tok,
-            spec.softmax_last,
-            spec.norm_topk_prob,
-        )
+        self.k, self.last = spec.num_experts_per_tok, spec.softmax_last
+        self.norm = spec.norm_topk_prob
         self.gate = Linear(spec.hidden_size, spec.num_experts, bias=False)
         self.switch_mlp = SwitchGLU(spec)
         if inner := spec.shared_expert_intermediate_size:
@@ -1021,36 +1018,30 @@ def _unit_lower_inverse_vjp(primals, cotangent, X):
     return (-(X.swapaxes(-1, -2) @ cotangent @ X.swapaxes(-1, -2)),)
 
 
+NORMS = {  # names of those before the mixer and the MLP, and of those after them
+    "before": (("input_layernorm", "post_attention_layernorm"), ()),
+    "after": ((), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "around": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+
+
 class Block(nn.Module):
     def __init__(self, spec: Spec, i: int, ropes: dict):
         super().__init__()
-        self.window, self.delta, self.residual = (
-            spec.windows[i],
-            spec.deltas[i],
-            spec.residual_multiplier,
-        )
+        self.window, self.delta = spec.windows[i], spec.deltas[i]
+        self.residual = spec.residual_multiplier
         self.experts_in = spec.experts_in if spec.sparse[i] else "mlp"
         if self.delta:
             self.linear_attn = GatedDeltaNet(spec)
         else:
             self.self_attn = Attention(spec, ropes[i])
         self[self.experts_in] = SparseMLP(spec) if spec.sparse[i] else MLP(spec)
-        names = {
-            "before": ("input_layernorm", "post_attention_layernorm"),
-            "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
-            "around": (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ),
-        }[spec.norms]
-        for name in names:
+        self.before, self.after = NORMS[spec.norms]
+        for name in (*self.before, *self.after):
             self[name] = RMSNorm(spec.hidden_size, spec)
-        before, after = {"before": (names, ()), "after": ((), names)}.get(
-            spec.norms, (names[::2], names[1::2])
-        )
-        self.before, self.after = tuple(before), tuple(after)
 
     def __call__(self, x, mask, cache=None):
         mix = self.linear_attn if self.delta else self.self_attn
