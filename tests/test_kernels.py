@@ -878,6 +878,32 @@ def test_evaluation_takes_the_kernel_up_to_8_tokens(case):
 
 
 @metal
+@pytest.mark.parametrize("kind", ["dora", "lora"])
+@pytest.mark.parametrize("how", [None, AFFINE4, MXFP8, NVFP4], ids=name_of)
+def test_a_tied_head_takes_the_kernels_of_a_linear_layer(how, kind):
+    """Its A and B are the embedding adapter's, turned: norms, outputs, gradients."""
+    base = quant.Embedding(45, 64)
+    layer = dora.AdaptedEmbedding(base.to_quantized(*how) if how else base, 4, 2.0, 0.0, kind)
+    layer.lora_b = mx.random.normal(layer.lora_b.shape) / 8
+    x = mx.random.normal((3, 64))
+
+    def loss(layer, x):
+        return mx.square(layer.as_linear(x)).sum()
+
+    plain, wanted = layer.as_linear(x), nn.value_and_grad(layer, loss)(layer, x)[1]
+    mx.eval(plain, wanted)
+    with on_metal() as runs:
+        assert apart(layer.as_linear(x), plain) < CLOSE[F32]
+        found = nn.value_and_grad(layer, loss)(layer, x)[1]
+        for leaf in ("lora_a", "lora_b", *(["m"] if kind == "dora" else [])):
+            assert apart(found[leaf], wanted[leaf]) < 1e-5
+        assert bool(runs) == (kind == "dora")  # the norm
+        before = len(runs)
+        assert apart(layer.eval().as_linear(x), plain) < CLOSE[F32]
+        assert len(runs) > before
+
+
+@metal
 @pytest.mark.parametrize("shape", [(2,), (2, 4)], ids=str)
 @pytest.mark.parametrize("case", LAYERS, ids=str)
 def test_evaluation_is_differentiable_beyond_one_token(case, shape):
