@@ -280,10 +280,22 @@ class Embedding(nn.Embedding):
 FAMILIES = {  # model_type -> what differs, as defaults for keys that config.json may not have
     "llama": {},
     "mistral": {},
-    "mixtral": {"rope_theta": 1e6, "experts_in": "block_sparse_moe", "softmax_last": True},
+    "mixtral": {
+        "experts_in": "block_sparse_moe",
+        "softmax_last": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
     "qwen2": {"qkv_bias": True, "attention_bias": False, "max_position_embeddings": 32768},
     "qwen3": {"qk_norm": "head", "head_dim": 128, "max_position_embeddings": 32768},
-    "qwen3_moe": {"qk_norm": "head", "head_dim": 128, "max_position_embeddings": 32768},
+    "qwen3_moe": {
+        "qk_norm": "head",
+        "head_dim": 128,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 32768,
+    },
     "qwen3_5": {"qk_norm": "head", "attention_gate": True, "partial_rotary_factor": 0.25},
     "gemma2": {
         "norms": "around",
@@ -311,8 +323,8 @@ FAMILIES = {  # model_type -> what differs, as defaults for keys that config.jso
         "max_position_embeddings": 131072,
     },
     "phi3": {"fused": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "olmo2": {"norms": "after", "qk_norm": "all"},
-    "granite": {},
+    "olmo2": {"norms": "after", "qk_norm": "all", "rms_norm_eps": 1e-5},
+    "granite": {"attention_multiplier": 1.0},
     "smollm3": {"no_rope_layer_interval": 4, "rope_theta": 2e6, "max_position_embeddings": 32768},
 }
 FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"]
@@ -331,6 +343,7 @@ FOREIGN = {  # config.json's key -> a feature that would change the result
     "hidden_size_per_layer_input": "embeddings of each layer",
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+NULLABLE = "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"  # null: without
 LAYERS = "windows", "ropes", "deltas", "sparse"  # of a Spec: one entry per layer
 
 
@@ -389,7 +402,7 @@ class Spec:
             raise UserError(
                 f"unsupported model_type {kind!r}; supported: {', '.join(sorted(FAMILIES))}"
             )
-        given = {k: v for k, v in config.items() if v is not None}
+        given = {k: v for k, v in config.items() if v is not None or k in NULLABLE}
         aliases = {new: given[old] for old, new in ALIASES.items() if old in given}
         config = FAMILIES[kind] | given | aliases
         fields = dataclasses.fields(cls)
@@ -422,7 +435,13 @@ class Spec:
             bool(spec.num_experts) and i not in dense and (i + 1) % step == 0
             for i in range(len(kinds))
         )
-        cls._ropes(spec, config, kinds)
+        lacking = [] if all(spec.sparse) else ["intermediate_size"]
+        lacking += ["num_experts_per_tok"] if any(spec.sparse) else []
+        if any(spec.deltas):
+            lacking += [name for name in known if name.startswith("linear_")]
+        if lacking := sorted(name for name in lacking if not getattr(spec, name)):
+            raise UserError(f"config.json lacks {', '.join(lacking)}")
+        cls._ropes(spec, config)
         return spec
 
     @staticmethod
@@ -451,7 +470,7 @@ class Spec:
         return [sliding if window and i >= first else full for i in range(layers)]
 
     @staticmethod
-    def _ropes(spec: "Spec", config: dict, kinds: list[str]) -> None:
+    def _ropes(spec: "Spec", config: dict) -> None:
         """Fills in `rope` and `ropes`: of global layers, of layers with a window, or none."""
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = config["model_type"]
@@ -469,7 +488,7 @@ class Spec:
         elif part != 1 and kind != "phi3":
             raise UserError(f"unsupported partial_rotary_factor {part} for {kind}")
         rope["dims"] = int(spec.head_dim * part)
-        spec.rope, count = rope, len(kinds)
+        spec.rope, count = rope, spec.num_hidden_layers
         with_rope = [True] * count
         if every := config.get("no_rope_layer_interval"):
             listed = config.get("no_rope_layers") or [(i + 1) % every for i in range(count)]
@@ -638,9 +657,9 @@ def attention_mask(
 class RMSNorm(nn.RMSNorm):
     """mlx.nn's, or with 1 + weight as Gemma has it."""
 
-    def __init__(self, dims: int, spec: Spec, offset: bool | None = None):
+    def __init__(self, dims: int, spec: Spec):
         super().__init__(dims, spec.rms_norm_eps)
-        self.offset = spec.norm_offset if offset is None else offset
+        self.offset = spec.norm_offset
         if self.offset:
             self.weight = mx.zeros((dims,))
 
@@ -668,7 +687,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(narrow if self.whole else d, spec)
         self.rope = rope
 
-    def __call__(self, x, mask, cache: "KVCache | None" = None):
+    def __call__(self, x, mask, cache: KVCache | None = None):
         B, T, _ = x.shape
         if "qkv_proj" in self:
             wide, narrow = self.widths
@@ -1055,7 +1074,7 @@ class Block(nn.Module):
         """What it needs as a mask for T positions without a cache."""
         return None if self.delta else attention_mask(T, self.window)
 
-    def make_cache(self, first: mx.array | None = None) -> "KVCache | DeltaCache":
+    def make_cache(self, first: mx.array | None = None) -> KVCache | DeltaCache:
         return DeltaCache(first) if self.delta else KVCache(self.window, first)
 
 

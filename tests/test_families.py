@@ -263,6 +263,9 @@ REFUSED = {
     "rope": ("gemma2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 for gemma2"),
     "activation": ("qwen3_moe", {"hidden_act": "relu2"}, "hidden_act 'relu2'"),
     "layers": ("llama", {"layer_types": ["mamba"] * 2}, "layer_types: mamba"),
+    "no MLP": ("llama", {"intermediate_size": None}, "config.json lacks intermediate_size"),
+    "no choice": ("qwen3_moe", {"num_experts_per_tok": None}, "lacks num_experts_per_tok"),
+    "no heads": ("qwen3_5", {"linear_key_head_dim": None}, "lacks linear_key_head_dim"),
     "family": ("deepseek_v3", {}, "model_type 'deepseek_v3'"),
 }
 
@@ -346,3 +349,17 @@ def test_the_same_key_again_and_again_does_no_harm():
     out, state = quant.gated_delta(q, k, v, none, all_of_it)
     assert apart(out, v) < 1e-5  # each value replaces the one before
     assert apart(state[0, 0] @ k[0, 0, 0], v[0, -1, 0]) < 1e-5
+
+
+def test_null_means_without_and_absence_the_familys_own():
+    config = tiny_config("gemma2", **TINY["gemma2"])
+    without = dict.fromkeys(("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"))
+    bare = {k: v for k, v in config.items() if k not in without}
+    spec, own = quant.Spec.read(bare | without), quant.Spec.read(bare)
+    caps = "attn_logit_softcapping", "final_logit_softcapping"
+    assert not any(spec.windows) and [getattr(spec, k) for k in caps] == [None, None]
+    assert own.windows == (4096, None) and [getattr(own, k) for k in caps] == [50.0, 30.0]
+    assert quant.Spec.read(tiny_config("granite")).attention_scale == 1.0
+    assert not quant.Spec.read(
+        tiny_config("qwen3_moe", **MOE | {"norm_topk_prob": None})
+    ).norm_topk_prob
