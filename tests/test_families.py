@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PACKINGS, tiny_config, write_model
+from conftest import CHATML, PACKINGS, tiny_config, tiny_tokenizer, write_model
 from mlx.utils import tree_flatten
 
 import quant
@@ -363,3 +363,29 @@ def test_null_means_without_and_absence_the_familys_own():
     assert not quant.Spec.read(
         tiny_config("qwen3_moe", **MOE | {"norm_topk_prob": None})
     ).norm_topk_prob
+
+
+TURNS = (  # of Gemma's kind: <s>, another name for the assistant, no system turn
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('no system turn') }}{% endif %}"
+    "{{ '<|im_start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}"
+    "{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, TURNS], ids=["chatml", "turns"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chats_are_the_tokens_that_mlx_lm_makes_of_them(tmp_path, name, template):
+    from mlx_lm import load
+
+    files = tiny_tokenizer(template=template)
+    write_model(tmp_path / "m", tiny_config(name, **TINY[name]), files=files)
+    mine, other = quant.load(str(tmp_path / "m"))[1], load(str(tmp_path / "m"))[1]
+    turns = [{"role": r, "content": f" {r} says: 1 + 1? "} for r in ("user", "assistant", "user")]
+    for reply in (True, False):
+        ids = mine.encode(mine.chat(turns, reply=reply), special=False)
+        assert ids == other.apply_chat_template(turns, add_generation_prompt=reply)
+    if template == TURNS:
+        with pytest.raises(quant.UserError, match="refuses system/user: no system turn"):
+            mine.chat([{"role": "system", "content": "x"}, turns[0]])
