@@ -539,6 +539,19 @@ def plain_product(how: tuple | None, kind: str, x, A, sB, *rest) -> mx.array:
 # --- The layer ------------------------------------------------------------------------------------
 
 
+class Dropout(nn.Dropout):
+    """mlx.nn's; where `_key` is set, its mask is that key's, however often it is computed."""
+
+    def __init__(self, p: float):
+        super().__init__(p)
+        self._key = None
+
+    def __call__(self, x):
+        if self._p_1 == 1 or not self.training:
+            return x
+        return x * mx.random.bernoulli(self._p_1, x.shape, self._key) * (1 / self._p_1)
+
+
 class AdaptedLinear(nn.Module):
     """A frozen linear layer, dense or packed, under a DoRA or LoRA adapter.
 
@@ -559,7 +572,7 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.linear = linear
         self.scale, self.kind = float(scale), kind
-        self.rate, self.dropout = dropout, nn.Dropout(dropout)
+        self.rate, self.dropout = dropout, Dropout(dropout)
         shapes, bound = self.shapes(linear, rank), 1 / math.sqrt(width(linear))
         self.lora_a = mx.random.uniform(-bound, bound, shapes["lora_a"])
         self.lora_b = mx.zeros(shapes["lora_b"])

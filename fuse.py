@@ -644,7 +644,7 @@ def advance(block: nn.Module, flow: list, probes=(), count: int = 0) -> None:
     for n, h in enumerate(flow):
         for probe in probes:
             probe.recording = n < count
-        flow[n] = block(h, block.mask(h.shape[1]))
+        flow[n] = block(h)
         mx.eval(flow[n], [probe.H for probe in probes])
 
 

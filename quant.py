@@ -588,15 +588,39 @@ class RoPE(nn.Module):
         self.freqs_at = freqs if callable(freqs) else None
         self._freqs = None if callable(freqs) else mx.array(freqs.astype(np.float32))
 
-    def __call__(self, x, offset: int = 0):
+    def __call__(self, x, offset: int = 0, packed: "Packed | None" = None):
         freqs = self._freqs
         if self.freqs_at:
-            freqs = mx.array(self.freqs_at(offset + x.shape[-2]).astype(np.float32))
+            length = packed.longest if packed else offset + x.shape[-2]
+            freqs = mx.array(self.freqs_at(length).astype(np.float32))
         if self.factor != 1.0:
             x = x * mx.array(self.factor, x.dtype)
+        if packed:
+            return self._turned(x, packed.positions()[:, None, :, None] / freqs)
         return mx.fast.rope(
             x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=freqs
         )
+
+    def _turned(self, x, angles):
+        """x by angles (B, 1, T, dims / 2), where mx.fast.rope has no position for each token."""
+        half = self.dims // 2
+        a, b = x[..., :half].astype(mx.float32), x[..., half : self.dims].astype(mx.float32)
+        cos, sin = mx.cos(angles), mx.sin(angles)
+        parts = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+        return mx.concatenate([*parts, x[..., self.dims :]], axis=-1)
+
+
+class Packed:
+    """Rows that hold several examples each: where in its row the example of each position begins,
+    `starts` (B, T), and how long the longest may be. Nothing crosses from one example to the next.
+    """
+
+    def __init__(self, starts: mx.array, longest: int):
+        self.starts, self.longest = starts, longest
+
+    def positions(self) -> mx.array:
+        """(B, T) within the examples."""
+        return mx.arange(self.starts.shape[1]) - self.starts
 
 
 class KVCache:
@@ -667,8 +691,11 @@ class RMSNorm(nn.RMSNorm):
         return mx.fast.rms_norm(x, 1 + self.weight if self.offset else self.weight, self.eps)
 
 
+SCORES = 1 << 26  # how many attention scores exist at a time
+
+
 class Attention(nn.Module):
-    def __init__(self, spec: Spec, rope: RoPE | None):
+    def __init__(self, spec: Spec, rope: RoPE | None, window: int | None):
         super().__init__()
         D, d = spec.hidden_size, spec.head_dim
         self.head_dim, self.scale, self.gated = d, spec.attention_scale, spec.attention_gate
@@ -685,9 +712,9 @@ class Attention(nn.Module):
         if spec.qk_norm:
             self.q_norm = RMSNorm(wide if self.whole else d, spec)
             self.k_norm = RMSNorm(narrow if self.whole else d, spec)
-        self.rope = rope
+        self.rope, self.window = rope, window
 
-    def __call__(self, x, mask, cache: KVCache | None = None):
+    def __call__(self, x, mask=None, cache: KVCache | None = None, packed: Packed | None = None):
         B, T, _ = x.shape
         if "qkv_proj" in self:
             wide, narrow = self.widths
@@ -704,13 +731,15 @@ class Attention(nn.Module):
         q, k, v = (a.transpose(0, 2, 1, 3) for a in (q, k, v))  # (B, heads, T, head_dim)
         if self.rope is not None:
             offset = cache.offset if cache else 0
-            q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
-        if cache is not None:
-            k, v = cache.update_and_fetch(k, v)
-        if self.cap:
-            out = capped_attention(q, k, v, self.scale, self.cap, mask)
+            q, k = self.rope(q, offset, packed), self.rope(k, offset, packed)
+        if cache is None:
+            out = causal_attention(q, k, v, self.scale, self.window, self.cap, packed)
         else:
-            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+            k, v = cache.update_and_fetch(k, v)
+            if self.cap:
+                out = capped_attention(q, k, v, self.scale, self.cap, mask)
+            else:
+                out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)
         return self.o_proj(out * mx.sigmoid(gate.reshape(B, T, -1)) if self.gated else out)
 
@@ -718,27 +747,141 @@ class Attention(nn.Module):
 def capped_attention(q, k, v, scale: float, cap: float, mask) -> mx.array:
     """Attention whose scores are cap tanh(score / cap); see mx.fast for shapes and masks."""
     (B, H, T, d), G = q.shape, k.shape[1]
-    q = (q * scale).reshape(B, G, H // G, T, d)
-    scores = cap * mx.tanh((q @ k[:, :, None].swapaxes(-1, -2)) / cap)
     if isinstance(mask, str):
         mask = mx.tri(T, k.shape[2], k.shape[2] - T, dtype=mx.bool_)
+    mask = mask if mask is None or mask.ndim < 4 else mask[:, None]
+    p, _ = probabilities(q.reshape(B, G, H // G, T, d), k, scale, cap, mask)
+    return (p @ v[:, :, None]).reshape(B, H, T, -1)
+
+
+def probabilities(q, k, scale: float, cap: float | None, mask) -> tuple[mx.array, mx.array | None]:
+    """softmax of the scores of q (B, G, R, C, d) with k (B, G, S, d), in q's dtype, and, where
+    they are capped, tanh(score / cap).
+    """
+    scores, bent = (q * scale) @ k[:, :, None].swapaxes(-1, -2), None
+    if cap:
+        bent = mx.tanh(scores / cap)
+        scores = cap * bent
     if mask is not None:
-        mask = mask[:, None] if mask.ndim == 4 else mask
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    out = mx.softmax(scores, axis=-1, precise=True) @ v[:, :, None]
-    return out.reshape(B, H, T, d)
+    return mx.softmax(scores, axis=-1, precise=True), bent
+
+
+def causal_attention(
+    q, k, v, scale: float, window: int | None, cap: float | None, packed: Packed | None = None
+) -> mx.array:
+    """Attention of every position to itself and to those before it, at most `window` in all and of
+    its own example: q (B, H, T, d), k and v (B, G, T, d) -> (B, H, T, d).
+
+    MLX holds all H T^2 scores for backward, but on CUDA for 16-bit types and heads of up to 128;
+    and it does not leave out what a window does not see. Here scores exist for some positions at a
+    time, and are computed again in backward.
+    """
+    T, d = q.shape[2:]
+    if packed is not None:
+        window = min(window or T, packed.longest)
+    window = window if window is not None and window < T else None
+    special = cap or window or packed is not None
+    if not special and fused_backward(q):
+        fill = [(0, 0), (0, 0), (0, -T % 128), (0, 0)]  # what its kernel asks for
+        q, k, v = (mx.pad(a, fill) if T % 128 else a for a in (q, k, v))
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+        return out[:, :, :T]
+    starts = [] if packed is None else [packed.starts]
+    return chunked_attention(scale, window, cap)(q, k, v, *starts)
+
+
+def fused_backward(q: mx.array) -> bool:
+    """Whether mx.fast's attention of such queries goes backward in one kernel: cuDNN's."""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.dtype in (mx.bfloat16, mx.float16)
+    return fits and q.shape[2] >= 128 and mx.cuda.is_available() and on_gpu()
+
+
+def on_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+@functools.cache
+def chunked_attention(scale: float, window: int | None, cap: float | None) -> typing.Callable:
+    """`causal_attention`'s f(q, k, v) and f(q, k, v, starts), in chunks of positions."""
+
+    def chunks(q, k):
+        """(first position, end, first key) of each."""
+        B, H, T, _ = q.shape
+        seen = min(T, 2 * window) if window else T
+        size = max(SCORES // (B * H * seen) // 64 * 64, 64)
+        size = min(size, -(-window // 64) * 64) if window else size
+        for i in range(0, T, size):
+            yield i, min(i + size, T), max(0, i + 1 - window) if window else 0
+
+    def mask(i, end, low, starts):
+        query, key = mx.arange(i, end)[:, None], mx.arange(low, end)
+        seen = key <= query
+        seen = seen & (key > query - window) if window and end - low > window else seen
+        if starts:  # (B, 1, 1, C, S)
+            seen = seen & (key >= starts[0][:, None, None, i:end, None])
+        return seen
+
+    def grouped(a, k):  # (B, H, C, d) -> (B, G, R, C, d)
+        return a.reshape(a.shape[0], k.shape[1], -1, *a.shape[2:])
+
+    @mx.custom_function
+    def run(q, k, v, *starts):
+        outs = []
+        for i, end, low in chunks(q, k):
+            part = q[:, :, i:end]
+            if outs:  # one after the other, or all scores would exist at once
+                part = mx.depends(part, outs[-1])
+            keys, values = k[:, :, low:end], v[:, :, low:end]
+            if cap or window or starts:
+                seen = mask(i, end, low, starts)
+                p, _ = probabilities(grouped(part, k), keys, scale, cap, seen)
+                outs.append((p @ values[:, :, None]).reshape(part.shape))
+            else:
+                outs.append(
+                    mx.fast.scaled_dot_product_attention(
+                        part, keys, values, scale=scale, mask="causal"
+                    )
+                )
+        return mx.concatenate(outs, axis=2)
+
+    @run.vjp
+    def run_vjp(primals, cotangent, out):
+        q, k, v, *starts = primals
+        dq, dk, dv = [], mx.zeros(k.shape, mx.float32), mx.zeros(v.shape, mx.float32)
+        for i, end, low in chunks(q, k):
+            part, d = grouped(q[:, :, i:end], k), grouped(cotangent[:, :, i:end], k)
+            if dq:
+                part = mx.depends(part, [dq[-1], dk, dv])
+            keys, values = k[:, :, low:end], v[:, :, low:end]
+            p, bent = probabilities(part, keys, scale, cap, mask(i, end, low, starts))
+            dp = (d @ values[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
+            mean = d.astype(mx.float32) * grouped(out[:, :, i:end], k).astype(mx.float32)
+            ds = p.astype(mx.float32) * (dp - mean.sum(axis=-1, keepdims=True))
+            ds = ds * (1 - mx.square(bent.astype(mx.float32))) if cap else ds
+            ds = ds.astype(q.dtype)
+            dq.append((scale * (ds @ keys[:, :, None])).reshape(q[:, :, i:end].shape))
+            # the heads of a group share their keys, so they go as rows of one product
+            p, ds, part, d = (a.flatten(2, 3) for a in (p, ds, part * scale, d))
+            dk[:, :, low:end] += ds.swapaxes(-1, -2) @ part
+            dv[:, :, low:end] += p.swapaxes(-1, -2) @ d
+        zeros = [mx.zeros_like(a) for a in starts]
+        dq = mx.concatenate(dq, axis=2).astype(q.dtype)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype), *zeros
+
+    return run
 
 
 def exp(x: mx.array) -> mx.array:
     """e^x, below 2^60. The CPU backend's exp takes nearly three times as long as a power."""
-    if mx.default_device().type == mx.DeviceType.cpu and x.dtype == mx.float32:
+    if not on_gpu() and x.dtype == mx.float32:
         return mx.power(2.0, mx.minimum(x * math.log2(math.e), 60.0))
     return mx.exp(x)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """up ⊙ gate / (1 + e^-gate); one kernel on a GPU, where `silu` alone would be two."""
-    if mx.default_device().type == mx.DeviceType.cpu:  # mx.compile runs g++ there
+    if not on_gpu():  # mx.compile runs g++ there
         return silu(gate) * up
     return _swiglu(gate, up)
 
@@ -917,7 +1060,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = DeltaNorm(self.dims[1], spec)
         self.out_proj = Linear(values, D, bias=False)
 
-    def __call__(self, x, mask, cache: DeltaCache | None = None):
+    def __call__(self, x, mask=None, cache: DeltaCache | None = None, packed: Packed | None = None):
         (B, T, _), (keys, _), (dk, dv) = x.shape, self.widths, self.dims
         mixed = self.in_proj_qkv(x)
         if mask is not None:
@@ -929,7 +1072,8 @@ class GatedDeltaNet(nn.Module):
             mixed = mx.pad(mixed, ((0, 0), (K - 1, 0), (0, 0)))
         if cache is not None:
             cache.inputs = mx.contiguous(mixed[:, 1 - K :])
-        q, k, v = mx.split(silu(self.conv1d(mixed)), [keys, 2 * keys], axis=-1)
+        mixed = self.conv1d(mixed) if packed is None else self._packed_conv(mixed, packed)
+        q, k, v = mx.split(silu(mixed), [keys, 2 * keys], axis=-1)
         q, k, v = (a.reshape(B, T, -1, d) for a, d in ((q, dk), (k, dk), (v, dv)))
         q, k = (mx.fast.rms_norm(a, None, 1e-6 / dk) for a in (q, k))  # unit length times sqrt(dk)
         q, k = q / dk, k * dk**-0.5
@@ -938,25 +1082,38 @@ class GatedDeltaNet(nn.Module):
         decay = rate * nn.softplus((self.in_proj_a(x) + self.dt_bias).astype(mx.float32))
         if mask is not None:
             beta, decay = (mx.where(mask[..., None], a, 0) for a in (beta, decay))
-        out, state = gated_delta(q, k, v, decay, beta, cache.state if cache else None)
+        starts = None if packed is None else packed.starts
+        out, state = gated_delta(q, k, v, decay, beta, cache.state if cache else None, starts)
         if cache is not None:
             cache.state, cache.offset = state, cache.offset + T
         gate = self.in_proj_z(x).reshape(B, T, -1, dv)
         return self.out_proj(self.norm(out.astype(x.dtype), gate).reshape(B, T, -1))
 
+    def _packed_conv(self, mixed, packed: Packed):
+        """conv1d of mixed (B, K - 1 + T, channels), each position within its own example."""
+        taps, (_, T), positions = self.conv1d.weight, packed.starts.shape, packed.positions()
+        K, total = taps.shape[1], 0
+        for j in range(K):
+            inside = (positions >= K - 1 - j)[..., None]
+            total = total + mx.where(inside, mixed[:, j : j + T], 0) * taps[:, j, 0]
+        return total
 
-def gated_delta(q, k, v, decay, beta, state=None, chunk: int = 64) -> tuple[mx.array, mx.array]:
+
+def gated_delta(
+    q, k, v, decay, beta, state=None, starts=None, chunk: int = 64
+) -> tuple[mx.array, mx.array]:
     """The gated delta rule: S ← e^decay S, S ← S + beta (v - S k) kᵀ, out = S q, for each position.
 
     q, k (B, T, Hk, Dk) of unit length (q scaled), v (B, T, Hv, Dv), decay and beta (B, T, Hv);
     -> out (B, T, Hv, Dv) in float32 and the state (B, Hv, Dv, Dk). Many positions go in chunks, as
     products of matrices (the WY form of Yang et al. 2024, arXiv:2406.06484): position by position
-    would be thousands of small steps, in backward as well.
+    would be thousands of small steps, in backward as well. With starts (B, T), where the example
+    of each position begins, every example begins with a state of zeros.
     """
     B, T, H, dv = v.shape
     if state is None:
         state = mx.zeros((B, H, dv, k.shape[-1]), mx.float32)
-    if T < 8:
+    if T < 8 and starts is None:
         q, k, v = (a.astype(mx.float32) for a in (q, k, v))
         return tuple(mx.fast.gated_delta_update(q, k, v, mx.exp(decay), beta, state))
     count = -(-T // chunk)
@@ -970,15 +1127,22 @@ def gated_delta(q, k, v, decay, beta, state=None, chunk: int = 64) -> tuple[mx.a
     q, k, v, decay, beta = (chunked(a) for a in (q, k, v, decay, beta))
     total = mx.cumsum(decay, axis=-1)  # log of what is left at each position of the chunk's start
     lower = mx.tri(chunk, dtype=mx.bool_)
+    enters = leaves = 1.0  # whether a position still has, and will have, the state between chunks
+    if starts is not None:
+        began = chunked(starts[..., None])
+        lower = lower & (began[..., :, None] == began[..., None, :])
+        enters = began < mx.arange(count).reshape(-1, 1, 1, 1) * chunk
+        leaves = began == began[..., -1:]
     left = mx.exp(mx.where(lower, total[..., :, None] - total[..., None, :], -mx.inf))
+    reached = mx.exp(total) * enters
     system = beta[..., None] * (k @ k.swapaxes(-1, -2)) * left * mx.tri(chunk, k=-1)
     solve = unit_lower_inverse(system)
     wanted = solve @ (v * beta[..., None])
-    held = solve @ (k * (beta * mx.exp(total))[..., None])
-    kept = k * mx.exp(total[..., -1:] - total)[..., None]
-    last = mx.exp(total[..., -1])[..., None, None]
+    held = solve @ (k * (beta * reached)[..., None])
+    kept = k * (mx.exp(total[..., -1:] - total) * leaves)[..., None]
+    last = reached[..., -1, None, None]
     new, states, state = delta_scan(wanted, held, kept, last, state)
-    inside, reach = (q @ k.swapaxes(-1, -2)) * left, q * mx.exp(total)[..., None]
+    inside, reach = (q @ k.swapaxes(-1, -2)) * left, q * reached[..., None]
     out = reach @ states.swapaxes(-1, -2) + inside @ new
     out = out.transpose(1, 0, 3, 2, 4).reshape(B, count * chunk, H, dv)
     return out[:, :T], state
@@ -1056,23 +1220,19 @@ class Block(nn.Module):
         if self.delta:
             self.linear_attn = GatedDeltaNet(spec)
         else:
-            self.self_attn = Attention(spec, ropes[i])
+            self.self_attn = Attention(spec, ropes[i], self.window)
         self[self.experts_in] = SparseMLP(spec) if spec.sparse[i] else MLP(spec)
         self.before, self.after = NORMS[spec.norms]
         for name in (*self.before, *self.after):
             self[name] = RMSNorm(spec.hidden_size, spec)
 
-    def __call__(self, x, mask, cache=None):
+    def __call__(self, x, mask=None, cache=None, packed: Packed | None = None):
         mix = self.linear_attn if self.delta else self.self_attn
-        for n, part in enumerate((lambda y: mix(y, mask, cache), self[self.experts_in])):
+        for n, part in enumerate((lambda y: mix(y, mask, cache, packed), self[self.experts_in])):
             y = part(self[self.before[n]](x) if self.before else x)
             y = self[self.after[n]](y) if self.after else y
             x = x + (y if self.residual == 1 else y * self.residual)
         return x
-
-    def mask(self, T: int) -> mx.array | str | None:
-        """What it needs as a mask for T positions without a cache."""
-        return None if self.delta else attention_mask(T, self.window)
 
     def make_cache(self, first: mx.array | None = None) -> KVCache | DeltaCache:
         return DeltaCache(first) if self.delta else KVCache(self.window, first)
@@ -1102,14 +1262,14 @@ class Stack(nn.Module):
 class Model(nn.Module):
     """The decoder: `model(tokens (B, T), cache=None) -> logits (B, T, V)`.
 
-    `hidden` and `head` are its two halves, so that a loss can go without all the logits. With
-    `checkpoint` set, training keeps only each layer's input and computes the rest again in
+    `hidden` and `head` are its two halves, so that a loss can go without all the logits. In
+    training, of layers in `checkpoint` only the input is kept, and the rest computed again in
     backward.
     """
 
     def __init__(self, spec: Spec):
         super().__init__()
-        self.spec, self.checkpoint = spec, False
+        self.spec, self.checkpoint = spec, frozenset()
         self.model = Stack(spec)
         if not spec.tie_word_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
@@ -1118,18 +1278,22 @@ class Model(nn.Module):
     def layers(self) -> list:
         return self.model.layers
 
-    def hidden(self, tokens: mx.array, cache: list | None = None) -> mx.array:
+    def hidden(
+        self, tokens: mx.array, cache: list | None = None, packed: Packed | None = None
+    ) -> mx.array:
         """tokens (B, T) -> the last layer's normed output (B, T, D)."""
         T, masks = tokens.shape[1], {}
         h = self.model.embed(tokens)
         for i, layer in enumerate(self.layers):
-            kind = layer.delta, layer.window
-            if kind not in masks:
-                masks[kind] = cache[i].mask(T) if cache else layer.mask(T)
-            if self.checkpoint and self.training and not cache:
-                h = checkpointed(layer, h, masks[kind])
+            if cache:
+                kind = layer.delta, layer.window
+                if kind not in masks:
+                    masks[kind] = cache[i].mask(T)
+                h = layer(h, masks[kind], cache[i])
+            elif self.training and i in self.checkpoint:
+                h = checkpointed(layer, h, packed)
             else:
-                h = layer(h, masks[kind], cache[i] if cache else None)
+                h = layer(h, packed=packed)
         return self.model.norm(h)
 
     def head(self, h: mx.array) -> mx.array:
@@ -1153,14 +1317,14 @@ class Model(nn.Module):
         return [layer.make_cache(first) for layer in self.layers]
 
 
-def checkpointed(layer: nn.Module, h: mx.array, mask) -> mx.array:
-    """layer(h, mask), recomputed in backward. Trainable parameters go in as arguments, else they
-    get no gradient.
+def checkpointed(layer: nn.Module, h: mx.array, packed: Packed | None) -> mx.array:
+    """layer(h), computed again in backward. Trainable parameters go in as arguments, else they get
+    no gradient. What a layer draws at random it must draw from a key of its own.
     """
 
     def run(parameters, h):
         layer.update(parameters)
-        return layer(h, mask)
+        return layer(h, packed=packed)
 
     return mx.checkpoint(run)(layer.trainable_parameters(), h)
 

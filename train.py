@@ -478,6 +478,7 @@ class Run:
         mx.random.seed(self.random_seed())
         total, count, grads = mx.array(0.0), mx.array(0.0), None
         for i, (tokens, places, weights) in enumerate(batches):
+            self.draw_masks()
             loss, new = self.gradients(tokens, places, weights)
             grads = new if grads is None else tree_map(mx.add, grads, new)
             total, count = total + loss, count + weights.sum()
@@ -496,6 +497,14 @@ class Run:
         """Of this step on this rank: dropout's masks need not be remembered to resume."""
         numbers = np.random.SeedSequence([self.seed, self.step, self.job.rank])
         return int(numbers.generate_state(1, np.uint64)[0])
+
+    def draw_masks(self) -> None:
+        """Gives every dropout the key of its next mask: checkpointed layers need it twice."""
+        drops = [m for m in self.model.modules() if isinstance(m, dora.Dropout) and m._p_1 < 1]
+        if drops:
+            keys = mx.random.randint(0, 2**31 - 1, (len(drops), 2)).astype(mx.uint32)
+            for drop, key in zip(drops, keys, strict=True):
+                drop._key = key
 
     def share(self) -> None:
         """Gives all ranks what rank 0 has: weights, moments and place."""
@@ -920,7 +929,7 @@ def fit(s: dict, job: comm.Communicator) -> bool:
             print(f"starting from the weights of {source}; step, optimizer and data begin anew")
         run.share()
         describe(run, s, splits)
-        model.checkpoint = s["grad_checkpoint"]
+        model.checkpoint = frozenset(range(len(model.layers)) if s["grad_checkpoint"] else [])
         limit_memory()
         model.train()
         run.compile()
@@ -1092,11 +1101,6 @@ def check_settings(s: dict) -> None:
         raise UserError(f"--scale: got {s['scale']}, wanted a finite number")
     if not 0 <= s["dropout"] < 1:
         raise UserError(f"--dropout: got {s['dropout']}, wanted at least 0 and below 1")
-    if s["dropout"] and s["grad_checkpoint"]:
-        raise UserError(
-            "--grad-checkpoint computes each layer twice, with another --dropout mask the second "
-            "time; use one of the two"
-        )
 
 
 def make_optimizer(s: dict) -> optim.Optimizer:
@@ -1177,7 +1181,7 @@ def take_weights(model, config: dict, s: dict, source: Path, wanted: list[str]) 
             f"{len(wanted)}; not in both: {', '.join(odd[:3])}"
         )
     for layer in layers.values():
-        layer.rate, layer.dropout = s["dropout"], nn.Dropout(s["dropout"])
+        layer.rate, layer.dropout = s["dropout"], dora.Dropout(s["dropout"])
 
 
 def unfreeze(model: nn.Module, config: dict, s: dict) -> None:

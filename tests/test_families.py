@@ -134,12 +134,48 @@ def test_gradients_are_those_of_mlx_lm(folders, name, checkpoint):
     for model in (ours(folder), theirs(folder)):
         model.unfreeze()
         model.train()
-        model.checkpoint = checkpoint
+        model.checkpoint = range(99 * checkpoint)
         grads = nn.value_and_grad(model, lambda m: (m(tokens) * cotangent).sum())(model)[1]
         found.append({k.removeprefix("language_model."): g for k, g in tree_flatten(grads)})
     assert found[0].keys() == found[1].keys()
     for key, grad in found[0].items():
         assert apart(grad, found[1][key]) < 2e-4, key
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_examples_are_what_each_is_alone(folders, monkeypatch, name, checkpoint):
+    """Logits, and gradients of every weight; scores for 64 positions at a time."""
+    monkeypatch.setattr(quant, "SCORES", 1)
+    lengths = [[37, 70, 1, 48], [5, 63, 64, 24]]
+    random = np.random.RandomState(2)
+    rows = [[random.randint(5, 300, n) for n in row] for row in lengths]
+    tokens = mx.array(np.stack([np.concatenate(row) for row in rows]))
+    starts = np.stack([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in lengths])
+    packed = quant.Packed(mx.array(starts), 70)
+    model = ours(folders(name))
+    cotangent = mx.random.normal((*tokens.shape, 300), key=mx.random.key(3))
+
+    def alone(model):
+        rows_of = [
+            mx.concatenate([model(mx.array(ids[None])) for ids in row], axis=1) for row in rows
+        ]
+        return mx.concatenate(rows_of)
+
+    def together(model):
+        return model.head(model.hidden(tokens, packed=packed))
+
+    assert apart(together(model), alone(model)) < 1e-5
+    model.unfreeze()
+    model.train()
+    model.checkpoint = range(99 * checkpoint)
+    wanted, got = (
+        dict(tree_flatten(nn.value_and_grad(model, lambda m: (f(m) * cotangent).sum())(model)[1]))  # noqa: B023
+        for f in (alone, together)
+    )
+    assert got.keys() == wanted.keys()
+    for key in wanted:
+        assert apart(got[key], wanted[key]) < (1e-3 if "linear_attn" in key else 1e-4), key
 
 
 # --- Generating and training ----------------------------------------------------------------------
