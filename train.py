@@ -38,6 +38,7 @@ What a run leaves in --adapter-path:
     log.jsonl  loss.svg                            what was reported (svg needs matplotlib)
 """
 
+import bisect
 import datetime
 import difflib
 import functools
@@ -228,10 +229,13 @@ def assistant_span(turns, i: int, tools, tokenizer, text: str, encoding) -> tupl
 
 class Examples:
     """A tokenized split: `ids` and `trained` per row, cut at `max_seq_length`, and their
-    batches.
+    batches. With `packing` several rows share one, of at most `max_seq_length` tokens together.
     """
 
-    def __init__(self, rows: list, tokenizer, mask: bool | str, max_seq_length: int):
+    def __init__(
+        self, rows: list, tokenizer, mask: bool | str, max_seq_length: int, packing: bool = False
+    ):
+        self.packing, self.longest = packing, max_seq_length
         self.ids, self.trained, self.where, cut, empty = [], [], [], 0, 0
         for where, row in rows:
             try:
@@ -252,39 +256,56 @@ class Examples:
         if empty:
             print(f"{name}: {empty} of {len(rows)} rows left out, nothing in them to train on")
         self.sizes = buckets(max_seq_length)
-        self.padded = np.array(
-            [self.sizes[np.searchsorted(self.sizes, len(i) - 1)] for i in self.ids]
-        )
+        self.padded = np.array([self.fit(len(i)) for i in self.ids])
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def order(self, batch_size: int, seed: int | None, epoch: int = 0) -> list[np.ndarray]:
-        """Rows of every batch of an epoch; without a seed, in one fixed order."""
+    def order(self, batch_size: int, seed: int | None, epoch: int = 0) -> list:
+        """Rows of every batch of an epoch, or with packing lists of rows; without a seed, in one
+        fixed order.
+        """
         rng = np.random.default_rng([seed or 0, epoch])
         rows = np.arange(len(self)) if seed is None else rng.permutation(len(self))
         rows = rows[np.argsort(self.padded[rows], kind="stable")]
+        if self.packing:  # the longest first, but for what padding makes the same
+            rows = best_fit(rows[::-1], [len(ids) for ids in self.ids], self.longest)
         batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         return [batches[i] for i in rng.permutation(len(batches))] if seed is not None else batches
 
-    def batch(self, rows: np.ndarray, batch_size: int) -> tuple[mx.array, mx.array, mx.array]:
+    def batch(self, rows, batch_size: int) -> tuple:
         """tokens (B, T + 1), and of the trained ones: places (N,) in the flat (B T), weights (N,)
-        0 or 1.
+        0 or 1; with packing, also what `quant.Packed` takes: starts (B, T) and the longest.
 
         N is rounded up to a quarter of B T, with weight 0 on what fills it up.
         """
-        T = int(self.padded[rows].max(initial=self.sizes[0]))
+        rows = [np.atleast_1d(together) for together in rows]
+        lengths = [[len(self.ids[r]) for r in together] for together in rows]
+        T = self.fit(max(map(sum, lengths), default=0))
         tokens, trained = np.zeros((batch_size, T + 1), np.int32), np.zeros((batch_size, T), bool)
-        for b, row in enumerate(rows):
-            n = len(self.ids[row])
-            tokens[b, :n] = self.ids[row]
-            trained[b, : n - 1] = self.trained[row][1:]
+        starts = np.zeros((batch_size, T + 1), np.int32)
+        for b, together in enumerate(rows):
+            at = 0
+            for row in together:
+                n = len(self.ids[row])
+                tokens[b, at : at + n] = self.ids[row]
+                trained[b, at : at + n - 1] = self.trained[row][1:]
+                starts[b, at:] = at
+                at += n
+            starts[b, at:] = at
         places = np.flatnonzero(trained)
         quarter = -(-trained.size // 4)
         N = min(max(-(-len(places) // quarter), 1) * quarter, trained.size)
         weights = (np.arange(N) < len(places)).astype(np.float32)
         places = np.pad(places, (0, N - len(places))).astype(np.int32)
-        return mx.array(tokens), mx.array(places), mx.array(weights)
+        found = mx.array(tokens), mx.array(places), mx.array(weights)
+        if not self.packing:
+            return found
+        return *found, mx.array(starts[:, :T]), self.fit(max(map(max, lengths), default=0))
+
+    def fit(self, length: int) -> int:
+        """The padded number of positions for so many tokens, of which the last needs none."""
+        return int(self.sizes[np.searchsorted(self.sizes, max(length - 1, 1))])
 
     def digest(self) -> str:
         """Hash of all tokens, to tell at a resume whether the data is the same."""
@@ -292,6 +313,21 @@ class Examples:
         for ids, trained in zip(self.ids, self.trained, strict=True):
             found.update(ids.tobytes() + trained.tobytes() + b"|")
         return found.hexdigest()[:16]
+
+
+def best_fit(rows: np.ndarray, lengths: list[int], room: int) -> list[np.ndarray]:
+    """Rows in groups of at most `room` tokens: one after the other, each goes where the least is
+    left over.
+    """
+    groups, left = [], []  # left: (tokens that still fit, group), sorted
+    for row in rows:
+        at = bisect.bisect_left(left, (lengths[row], -1))
+        free, group = left.pop(at) if at < len(left) else (room, len(groups))
+        if group == len(groups):
+            groups.append([])
+        groups[group].append(row)
+        bisect.insort(left, (free - lengths[row], group))
+    return [np.array(group) for group in groups]
 
 
 def buckets(longest: int) -> np.ndarray:
@@ -383,9 +419,11 @@ def live_head_loss(model: nn.Module, head: nn.Module, h, targets, weights) -> mx
     return loss
 
 
-def loss_sum(model: nn.Module, tokens: mx.array, places: mx.array, weights: mx.array) -> mx.array:
+def loss_sum(
+    model: nn.Module, tokens: mx.array, places: mx.array, weights: mx.array, *packed
+) -> mx.array:
     """Summed cross-entropy (float32) of the tokens at `places`; see `Examples.batch` for shapes."""
-    h = model.hidden(tokens[:, :-1])
+    h = model.hidden(tokens[:, :-1], packed=quant.Packed(*packed) if packed else None)
     h, targets = h.reshape(-1, h.shape[-1])[places], tokens[:, 1:].reshape(-1)[places]
     head = model.model.embed_tokens if model.spec.tie_word_embeddings else model.lm_head
     if isinstance(head, dora.AdaptedLinear) or head.trainable_parameters():
@@ -450,8 +488,8 @@ class Run:
         state = [self.model.state, mx.random.state]
 
         @compiled(state)
-        def gradients(tokens, places, weights):
-            loss, grads = value_and_grad(self.model, tokens, places, weights)
+        def gradients(*batch):
+            loss, grads = value_and_grad(self.model, *batch)
             return loss, tree_map(lambda g: g.astype(mx.float32), grads)
 
         both = [self.model.state, self.optimizer.state]
@@ -477,11 +515,11 @@ class Run:
         began = time.monotonic()
         mx.random.seed(self.random_seed())
         total, count, grads = mx.array(0.0), mx.array(0.0), None
-        for i, (tokens, places, weights) in enumerate(batches):
+        for i, batch in enumerate(batches):
             self.draw_masks()
-            loss, new = self.gradients(tokens, places, weights)
+            loss, new = self.gradients(*batch)
             grads = new if grads is None else tree_map(mx.add, grads, new)
-            total, count = total + loss, count + weights.sum()
+            total, count = total + loss, count + batch[2].sum()
             if i < len(batches) - 1:
                 mx.eval(total, count, grads)
         grads, (total, count, stops) = self.reduce(grads, total, count, mx.array(float(stop)))
@@ -560,8 +598,8 @@ class Run:
             rows = [rows[i * len(rows) // batches] for i in range(batches)]
         sums = np.zeros(2)
         for batch in rows:
-            tokens, places, weights = examples.batch(*self.part(batch, batch_size))
-            loss, n = loss_sum(self.model, tokens, places, weights), weights.sum()
+            batch = examples.batch(*self.part(batch, batch_size))
+            loss, n = loss_sum(self.model, *batch), batch[2].sum()
             mx.eval(loss, n)
             sums += loss.item(), n.item()
         self.model.train()
@@ -569,7 +607,7 @@ class Run:
         total, count = everyone.reshape(-1, 2).sum(axis=0)
         return float(total / count)
 
-    def part(self, rows: np.ndarray, batch_size: int) -> tuple[np.ndarray, int]:
+    def part(self, rows, batch_size: int) -> tuple:
         """This rank's rows of a batch, and how many there may be."""
         return rows[self.job.rank :: self.job.size], batch_size // self.job.size
 
@@ -790,7 +828,8 @@ def train(
     steps_per_eval: int = 200,
     save_every: int = 100,
     mask_prompt: bool | str = False,
-    grad_checkpoint: bool = False,
+    grad_checkpoint: bool | int | list[int] = False,
+    packing: bool = False,
     seed: int = 0,
     adapter_path: str = "adapters",
     resume: bool | str = False,
@@ -820,6 +859,10 @@ def train(
     --optimizer-config  its own settings: '{"weight_decay": 0.1}'
     --lr-schedule       constant, linear or cosine: from the peak after --warmup to --min-lr
     --mask-prompt       train on the assistant's words only: true for all turns, or last
+    --grad-checkpoint   keep only the layers' inputs and compute the rest again in backward: true
+                        for all layers, a number for so many, or which: 0,1,2
+    --packing           short examples share a row of up to --max-seq-length tokens; each sees
+                        itself alone, so the loss is the same
     --resume            the newest checkpoint (auto: if there is one), a checkpoint folder, or an
                         adapter's weights alone
     --test              evaluate on test.jsonl at the end
@@ -914,7 +957,8 @@ def fit(s: dict, job: comm.Communicator) -> bool:
     mx.random.seed(s["seed"])
     adapt(model, config, s, source)
     cut = s["mask_prompt"], s["max_seq_length"]
-    splits = {k: Examples(r, tokenizer, *cut) for k, r in rows.items()}
+    packs = {"train": s["packing"]}
+    splits = {k: Examples(r, tokenizer, *cut, packs.get(k, False)) for k, r in rows.items()}
     if (usable := len(splits["train"])) < s["batch_size"]:
         few = f"{usable} usable rows, fewer than --batch-size {s['batch_size']}"
         raise UserError(f"{s['data']}: {few}")
@@ -929,7 +973,7 @@ def fit(s: dict, job: comm.Communicator) -> bool:
             print(f"starting from the weights of {source}; step, optimizer and data begin anew")
         run.share()
         describe(run, s, splits)
-        model.checkpoint = frozenset(range(len(model.layers)) if s["grad_checkpoint"] else [])
+        model.checkpoint = checkpointed_layers(s["grad_checkpoint"], len(model.layers))
         limit_memory()
         model.train()
         run.compile()
@@ -1007,7 +1051,7 @@ def loop(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log, exact: d
         last = run.step == s["iters"] or asked
         finite = run.finite() if last or run.step % s["save_every"] == 0 else True
         if not (math.isfinite(part) and math.isfinite(norm) and finite):
-            where = ", ".join(splits["train"].where[i] for r in rows for i in r)
+            where = ", ".join(splits["train"].where[i] for r in rows for i in np.hstack(r))
             good = files.all() if first else []
             raise Common(
                 f"step {run.step}: loss {part / count}, gradient norm {norm}"
@@ -1047,7 +1091,7 @@ def validate(run: Run, s: dict, splits: dict, files: Checkpoints, log: Log) -> N
             files.save_best(run)
 
 
-def micro_batches(examples: Examples, s: dict, step: int) -> Iterator[np.ndarray]:
+def micro_batches(examples: Examples, s: dict, step: int) -> Iterator[list]:
     """Rows of batch after batch, beginning at the one that `step` begins with."""
     first, epoch = step * s["grad_accumulation_steps"], 0
     while True:
@@ -1199,9 +1243,19 @@ def unfreeze(model: nn.Module, config: dict, s: dict) -> None:
         quant.cast(part, mx.float32)
 
 
+def checkpointed_layers(choice: bool | int | list[int], layers: int) -> frozenset:
+    """What --grad-checkpoint chooses: all or none, so many, or those it lists."""
+    count = layers * choice if isinstance(choice, bool) else choice
+    chosen = choice if isinstance(choice, list) else range(count) if count >= 0 else [choice]
+    if odd := sorted(set(chosen) - set(range(layers))):
+        wanted = f"true, a number up to {layers}, or layers from 0 to {layers - 1}"
+        raise UserError(f"--grad-checkpoint: got {choice}, wanted {wanted}; no layer {odd[0]}")
+    return frozenset(chosen)
+
+
 def resumable(s: dict, examples: Examples) -> dict:
     """The settings that a resumed run must share with the one it goes on from."""
-    names = "train_type batch_size grad_accumulation_steps seed optimizer max_seq_length"
+    names = "train_type batch_size grad_accumulation_steps seed optimizer max_seq_length packing"
     return {n: s[n] for n in names.split()} | {"rows": len(examples), "data": examples.digest()}
 
 
@@ -1213,7 +1267,11 @@ def describe(run: Run, s: dict, splits: dict) -> None:
     print("training {0}: {train_type}, rank {rank}, scale {scale}, seed {seed}".format(share, **s))
     if not trainable:
         raise UserError("nothing to train")
-    rows = ", ".join(f"{len(e)} {k}" for k, e in splits.items() if len(e))
+    packed = ""
+    if splits["train"].packing:
+        packed = f" in {sum(map(len, splits['train'].order(1, s['seed'])))} packed"
+    shown = {k: f"{len(e)} {k}" for k, e in splits.items() if len(e)}
+    rows = ", ".join((shown | {"train": shown["train"] + packed}).values())
     targets = sum(int(t[1:].sum()) for t in splits["train"].trained)
     print(f"rows: {rows}; {targets} tokens to learn per epoch; mask-prompt {s['mask_prompt']}")
     how = f"{s['iters']} steps of {s['batch_size']} x {s['grad_accumulation_steps']} rows"

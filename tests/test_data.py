@@ -419,3 +419,45 @@ def test_few_shapes_reach_the_compiled_step():
     for trained in data.trained:  # any share of a row may be masked: four sizes for each length
         trained[: rng.integers(0, len(trained) - 1)] = False
     assert len(shapes(data)) <= 4 * len(data.sizes)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(2, 70), min_size=1, max_size=40), st.integers(0, 3))
+def test_packed_rows_hold_every_example_once_and_no_more_than_fits(lengths, seed):
+    data = examples(lengths, longest=64)
+    data.packing = True
+    batches = data.order(3, seed)
+    groups = [group for batch in batches for group in batch]
+    assert sorted(np.concatenate(groups)) == list(range(len(data)))
+    sizes = sorted(sum(len(data.ids[r]) for r in group) for group in groups)
+    assert sizes[-1] <= 64 and (len(sizes) < 2 or sizes[0] + sizes[1] > 64)  # no two could be one
+    for batch in batches:
+        tokens, places, weights, starts, longest = data.batch(batch, 3)
+        B, T = starts.shape
+        assert tokens.shape == (B, T + 1) == (3, T + 1) and longest <= T
+        assert longest >= max(len(data.ids[r]) - 1 for group in batch for r in group)
+        tokens, starts, begin = np.array(tokens), np.array(starts), 0
+        wanted = []
+        for b, group in enumerate(batch):
+            begin = 0
+            for r in group:
+                n = len(data.ids[r])
+                assert list(tokens[b, begin : begin + n]) == list(data.ids[r])
+                assert (starts[b, begin : begin + n] == begin).all()
+                wanted += [b * T + begin + i for i in range(n - 1)]  # not from one to the next
+                begin += n
+            assert (starts[b, begin:] == begin).all() and not tokens[b, begin:].any()
+        assert list(np.array(places)[np.array(weights) == 1]) == wanted
+
+
+def test_packing_differs_from_epoch_to_epoch_and_saves_what_padding_costs():
+    data = examples(np.random.default_rng(0).integers(20, 400, 300), longest=1024)
+    plain = sum(np.prod(data.batch(b, 4)[0].shape) for b in data.order(4, 0))
+    data.packing = True
+    epochs = [data.order(4, 0, epoch) for epoch in range(2)]
+    first, second = ({frozenset(group) for b in e for group in b} for e in epochs)
+    assert first != second
+    total = sum(map(len, data.ids))
+    rows = sum(len(b) for b in epochs[0])
+    assert total / (rows * 1024) > 0.97
+    assert sum(np.prod(data.batch(b, 4)[0].shape) for b in epochs[0]) < plain

@@ -25,6 +25,7 @@ from conftest import (
     write_rows,
 )
 from mlx.utils import tree_flatten
+from test_families import family
 
 import dora
 import quant
@@ -308,6 +309,58 @@ def test_checkpointed_gradients_are_the_same(tmp_path, dense, data, kind, dropou
     assert log(plain, "train_loss") == pytest.approx(log(saving, "train_loss"), rel=1e-5)
     for key, value in weights(plain).items():
         np.testing.assert_allclose(weights(saving)[key], value, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["packed", "delta"])
+def test_packed_examples_train_as_unpacked_ones_do(tmp_path, packed, data, name, capsys):
+    """All rows in one batch, so that both see the same in each step."""
+    if name == "delta":
+        packed = family(tmp_path / "model", "qwen3_5")
+    flags = dict(batch_size=10, iters=3, val_batches=0)
+    plain = go(packed, data, tmp_path / "a", **flags)
+    rows = go(packed, data, tmp_path / "b", packing=True, max_seq_length=120, **flags)
+    assert "10 train in 3 packed" in capsys.readouterr().out
+    assert log(plain, "trained_tokens") == log(rows, "trained_tokens")
+    assert log(plain, "train_loss") == pytest.approx(log(rows, "train_loss"), rel=1e-5)
+    for key, value in weights(plain).items():
+        np.testing.assert_allclose(weights(rows)[key], value, atol=2e-5, err_msg=key)
+
+
+def test_compiled_packed_checkpointed_steps_are_the_plain_ones(packed, data, with_compile):
+    """With windows, and layers of which one is checkpointed."""
+    losses = []
+    for packing in (False, True):
+        mx.random.seed(0)
+        model, tokenizer, _ = quant.load(str(packed))
+        for block in model.layers:
+            block.self_attn.window = 9
+        dora.adapt(model, 4, 2.0, 0.0, keys=["q_proj"])
+        perturbed(model).train()
+        model.checkpoint = train.checkpointed_layers(packing and [1], 2)
+        run = train.Run(model, optim.SGD(0.1), None)
+        run.compile()
+        found = examples(data, tokenizer)
+        found.packing, found.longest = packing, 120
+        rows = found.order(10, None)
+        assert len(rows) == 1
+        losses.append([run.advance([found.batch(rows[0], 10)], 0.1)[0] for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != losses[0][2]
+
+
+@pytest.mark.parametrize(
+    "choice, wanted",
+    [(True, {0, 1, 2}), (False, set()), (0, set()), (2, {0, 1}), ([2, 0], {0, 2}), (3, {0, 1, 2})],
+)
+def test_checkpointed_layers_are_chosen(choice, wanted):
+    assert train.checkpointed_layers(choice, 3) == wanted
+
+
+@pytest.mark.parametrize("choice", [4, -1, [3], [0, -2]])
+def test_layers_that_are_not_there_cannot_be_checkpointed(choice):
+    with pytest.raises(
+        quant.UserError, match="--grad-checkpoint: got .*, wanted true, a number up to 3"
+    ):
+        train.checkpointed_layers(choice, 3)
 
 
 def test_dropout_repeats_with_the_seed(tmp_path, packed, data):
