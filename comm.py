@@ -1049,7 +1049,7 @@ class _Trunk:
             view = view[got:]
 
     def _chunks(self, array: np.ndarray):
-        size = min(CHUNK // max(array.itemsize, 4), max(array.size // 8, CHUNK // 32))
+        size = CHUNK // max(array.itemsize, 4)
         return (array[i : i + size] for i in range(0, array.size, size))
 
     def _put(self, array: np.ndarray) -> None:
