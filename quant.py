@@ -879,26 +879,49 @@ def exp(x: mx.array) -> mx.array:
     return mx.exp(x)
 
 
-def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """up ⊙ gate / (1 + e^-gate); one kernel on a GPU, where `silu` alone would be two."""
-    if not on_gpu():  # mx.compile runs g++ there
-        return silu(gate) * up
-    return _swiglu(gate, up)
-
-
-@functools.partial(mx.compile, shapeless=True)
-def _swiglu(gate, up):
-    return gate * mx.sigmoid(gate) * up
-
-
 def silu(x: mx.array) -> mx.array:
     """x / (1 + e^-x); where `exp` stops growing the result is 0 to float32 anyway."""
     return x / (1 + exp(-x)) if x.dtype == mx.float32 else nn.silu(x)
 
 
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """up ⊙ gate σ(gate), with σ(x) = 1 / (1 + e^-x)."""
+    return gated_unit(1.0, 0.0, on_gpu())(gate, up)
+
+
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """up ⊙ gelu(gate), GELU by tanh."""
-    return nn.gelu_approx(gate) * up
+    """up ⊙ gelu(gate); GELU by tanh is x σ(2 √(2/π) (x + 0.044715 x³))."""
+    a = math.sqrt(8 / math.pi)
+    return gated_unit(a, 0.044715 * a, on_gpu())(gate, up)
+
+
+@functools.cache
+def gated_unit(a: float, b: float, compiled: bool) -> typing.Callable:
+    """`f(gate, up)` = up ⊙ gate σ(a gate + b gate³), computed in float32, in one kernel if compiled.
+
+    Backward needs its arguments, which other gradients keep anyway; MLX's own keeps four more
+    arrays of their size, and takes 2.4 times as long on the CPU.
+    """
+
+    def logistic(x):
+        return 1 / (1 + exp(-(a * x + b * x * x * x if b else a * x)))
+
+    def forward(gate, up):
+        x = gate.astype(mx.float32)
+        return (x * logistic(x) * up).astype(gate.dtype)
+
+    def backward(gate, up, c):
+        x, c = gate.astype(mx.float32), c.astype(mx.float32)
+        s = logistic(x)
+        y = x * s
+        slope = y * (1 - s) * (a + 3 * b * x * x if b else a)
+        return (c * up * (s + slope)).astype(gate.dtype), (c * y).astype(up.dtype)
+
+    if compiled:
+        forward, backward = (mx.compile(f, shapeless=True) for f in (forward, backward))
+    run = mx.custom_function(forward)
+    run.vjp(lambda primals, c, _: backward(*mx.depends(primals, [c]), c))  # see transient_product
+    return run
 
 
 class MLP(nn.Module):

@@ -1893,3 +1893,37 @@ def test_dense_pays_by_number_of_tokens_and_dtype():
     few = [quant.dense_pays(n, mx.float32) for n in (1, 3, 4, 500)]
     assert few == [False, False, True, True]
     assert quant.dense_pays(1, mx.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_unit(name):
+    """Values and gradients against mlx.nn's own, beyond where e^-x ends, and in half precision."""
+    theirs = nn.silu if name == "swiglu" else nn.gelu_approx
+    unit = getattr(quant, name)
+    gate = mx.concatenate([mx.random.normal((500,)) * 3, mx.array([-300.0, -45.0, 0.0, 45.0, 3e4])])
+    up, c = mx.random.normal(gate.shape), mx.random.normal(gate.shape)
+    for dtype, tolerance in ((mx.float32, 1e-5), (mx.bfloat16, 0.02), (mx.float16, 3e-3)):
+        args = [a.astype(dtype) for a in (gate, up)]
+        exact = [a.astype(mx.float32) for a in args]
+        out, grads = mx.vjp(unit, args, [c.astype(dtype)])
+        want, wanted = mx.vjp(lambda g, u: theirs(g) * u, exact, [c.astype(dtype)])
+        assert [a.dtype for a in (*out, *grads)] == [dtype] * 3
+        for a, b in zip((*out, *grads), (*want, *wanted), strict=True):
+            assert mx.allclose(a.astype(mx.float32), b, tolerance, tolerance), (name, dtype)
+
+
+def test_gated_unit_keeps_its_arguments_only():
+    def kept(unit) -> float:
+        """What backward will need beside the arguments, in arrays of their size."""
+        gate, up = mx.random.normal((512, 1024)), mx.random.normal((512, 1024))
+        mx.eval(gate, up)
+        mx.synchronize()
+        before = mx.get_active_memory()
+        out, grads = mx.value_and_grad(lambda g, u: mx.square(unit(g, u)).sum(), (0, 1))(gate, up)
+        mx.eval(out)
+        mx.synchronize()
+        return (mx.get_active_memory() - before) / gate.nbytes
+
+    assert 0.9 < kept(quant.swiglu) < 1.1  # its output, for the square
+    assert 0.9 < kept(quant.geglu) < 1.1
+    assert kept(lambda g, u: g * mx.sigmoid(g) * u) > 1.9, "nothing was measured"
