@@ -51,6 +51,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 FLOATS = set(DTYPES.values())
+TIED = "gemma", "smollm3"  # families whose head is the embedding where the config does not say
 MODES = {  # mode -> allowed bits, allowed group sizes, default (group size, bits)
     "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128), (64, 4)),
     "mxfp4": ((4,), (32,), (32, 4)),
@@ -897,7 +898,7 @@ def geglu(gate: mx.array, up: mx.array) -> mx.array:
 
 @functools.cache
 def gated_unit(a: float, b: float, compiled: bool) -> typing.Callable:
-    """`f(gate, up)` = up ⊙ gate σ(a gate + b gate³), computed in float32, in one kernel if compiled.
+    """`f(gate, up)` = up ⊙ gate σ(a gate + b gate³), in float32 inside, in one kernel if compiled.
 
     Backward needs its arguments, which other gradients keep anyway; MLX's own keeps four more
     arrays of their size, and takes 2.4 times as long on the CPU.
@@ -1370,20 +1371,52 @@ def load(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]
         UserError: whatever is missing, foreign or does not fit, named with both shapes where there
         are two.
     """
-    if dtype == "auto":
-        dtype = "float32" if mx.default_device().type == mx.DeviceType.cpu else None
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}")
-    folder = find(path)
+    wanted, folder = wanted_type(dtype), find(path)
     if folder.suffix == ".gguf":
         weights, config, tokenizer = read_gguf(folder)
     else:
         config = read_config(folder)
         weights, tokenizer = read_weights(folder), None
     model, config = build(config, weights, str(path))
-    if dtype:
-        cast(model, DTYPES[dtype])
+    if wanted:
+        cast(model, wanted)
     return model, tokenizer or Tokenizer.from_folder(folder, config), config
+
+
+def outline(path: str, dtype: str | None = None) -> tuple[Model, "Tokenizer", dict]:
+    """`load` from the config and the tokenizer alone, all that comes of a hub model: its weights
+    have shapes and types, and no values. A .gguf file is loaded.
+    """
+    wanted, folder = wanted_type(dtype), find(path, weights=False)
+    if folder.suffix == ".gguf":
+        return load(path, dtype)
+    config = read_config(folder)
+    if config.get("tie_word_embeddings") is None:
+        config["tie_word_embeddings"] = config.get("model_type", "").startswith(TIED)
+    model = Model(Spec.read(config))
+    cast(model, DTYPES.get(config.get("torch_dtype") or config.get("dtype"), mx.bfloat16))
+
+    def how(name, module):
+        if "quantization" not in config or not hasattr(module, "to_quantized"):
+            return False
+        found = packing_of(config, name)
+        return found if found and module.weight.shape[-1] % found["group_size"] == 0 else False
+
+    nn.quantize(model, class_predicate=how)
+    if wanted:
+        cast(model, wanted)
+    model.freeze()
+    model.eval()
+    return model, Tokenizer.from_folder(folder, config), config
+
+
+def wanted_type(dtype: str | None) -> mx.Dtype | None:
+    """What --dtype means here, see `load`."""
+    if dtype == "auto":
+        dtype = "float32" if mx.default_device().type == mx.DeviceType.cpu else None
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}")
+    return DTYPES.get(dtype)
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
@@ -1395,8 +1428,10 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(convert, model.parameters()))
 
 
-def find(path: str) -> Path:
-    """The local folder or .gguf file that `path` names; a hub id comes through the hub's cache."""
+def find(path: str, weights: bool = True) -> Path:
+    """The local folder or .gguf file that `path` names; a hub id comes through the hub's cache,
+    with its weights or without.
+    """
     local = Path(path).expanduser()
     if local.is_file() and local.suffix != ".gguf":
         raise UserError(f"{path}: got a file, wanted a folder, a .gguf file or a hub id")
@@ -1404,8 +1439,8 @@ def find(path: str) -> Path:
         return local
     if local.suffix == ".gguf":
         raise UserError(f"{path}: no such file")
-    patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
-    return hub(path, patterns, "model")
+    patterns = ["*.safetensors", "model.safetensors.index.json"] if weights else []
+    return hub(path, ["config.json", *TOKENIZER_FILES, *patterns], "model")
 
 
 def hub(name: str, patterns: list[str], kind: str) -> Path:
@@ -1515,20 +1550,16 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
     config = {**config, "tie_word_embeddings": tied}
     spec = Spec.read(config)
     model, weights = Model(spec), arranged(weights, spec)
-    packing = config.get("quantization") or {}
-    overrides = {k.replace("language_model.", ""): v for k, v in packing.items()}
 
     def how(path, module):
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
-        choice = overrides.get(path, True)
-        choice = packing if choice is True else choice
-        if not choice:
+        found = packing_of(config, path, f"{where}: {path}", module.weight.shape[-1])
+        if not found:
             raise UserError(
                 f"{where}: {path} is packed but config.json has no `quantization` that says how"
             )
-        keys = {k: choice.get(k) for k in ("group_size", "bits", "mode")}
-        return check_packing(**keys, where=f"{where}: {path}", width=module.weight.shape[-1])
+        return found
 
     nn.quantize(model, class_predicate=how)
     expected = dict(tree_flatten(model.parameters()))
@@ -1551,6 +1582,18 @@ def build(config: dict, weights: dict[str, mx.array], where: str) -> tuple[Model
     model.freeze()
     model.eval()
     return model, config
+
+
+def packing_of(config: dict, path: str, where: str = "", width: int | None = None) -> dict | None:
+    """{group_size, bits, mode} that config.json gives the layer at `path`, None if it is dense."""
+    packing = config.get("quantization") or {}
+    overrides = {k.replace("language_model.", ""): v for k, v in packing.items()}
+    choice = overrides.get(path, True)
+    choice = packing if choice is True else choice
+    if not choice:
+        return None
+    keys = {k: choice.get(k) for k in ("group_size", "bits", "mode")}
+    return check_packing(**keys, where=where, width=width)
 
 
 ROUTERS = ".gate", ".shared_expert_gate"

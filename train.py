@@ -360,7 +360,9 @@ def head_product(how: tuple | None, scaling: float, cap: float | None) -> Callab
             part = h[i : i + chunk]
             if grads:  # one after the other, or all chunks' logits would exist at once
                 part = mx.depends(part, [grads[-1], total])
-            logits = (part @ W.T).astype(mx.float32) / scaling
+            logits = (part @ W.T).astype(mx.float32)
+            if scaling != 1:
+                logits = logits / scaling
             if cap:
                 bent = mx.tanh(logits / cap)
                 logits = cap * bent
@@ -370,7 +372,8 @@ def head_product(how: tuple | None, scaling: float, cap: float | None) -> Callab
             losses = top + mx.log(mass) - mx.take_along_axis(logits, t, axis=-1)
             total = total + (w * losses).sum()
             p = p * (w / mass)
-            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - w, axis=-1) / scaling
+            p = mx.put_along_axis(p, t, mx.take_along_axis(p, t, axis=-1) - w, axis=-1)
+            p = p / scaling if scaling != 1 else p
             p = p * (1 - mx.square(bent)) if cap else p
             grads.append(p.astype(h.dtype) @ W)
         return total, mx.concatenate(grads)
@@ -527,6 +530,7 @@ class Run:
         self.busy += self.reduce.ready - began
         self.optimizer.learning_rate = mx.array(rate)
         norm = self.update(grads, count)
+        del grads, new  # whose memory the update can then take
         mx.eval(self.model.trainable_parameters(), self.optimizer.state, norm)
         self.step, self.tokens = self.step + 1, self.tokens + int(count.item())
         return total.item(), int(count.item()), norm.item(), stops.item() > 0
@@ -877,6 +881,7 @@ def train(
     """
     settings = dict(locals())
     check_settings(settings)
+    limit_memory()
     if nodes and "MLX_RANK" not in os.environ:
         sys.exit(launch(settings))
     try:
@@ -974,7 +979,7 @@ def fit(s: dict, job: comm.Communicator) -> bool:
         run.share()
         describe(run, s, splits)
         model.checkpoint = checkpointed_layers(s["grad_checkpoint"], len(model.layers))
-        limit_memory()
+        mx.reset_peak_memory()
         model.train()
         run.compile()
         files = Checkpoints(root, s["model"], config, s["data"])
@@ -1278,12 +1283,139 @@ def describe(run: Run, s: dict, splits: dict) -> None:
     print("{0}, {optimizer}, {lr_schedule} rate {learning_rate}, warmup {warmup}".format(how, **s))
 
 
+# --- The plan -------------------------------------------------------------------------------------
+
+
+def memory(model: quant.Model, s: dict, rows: int, length: int, ranks: int = 1) -> dict[str, float]:
+    """Bytes that a step of `rows` x `length` tokens on one rank takes at its peak, by part.
+
+    `model` may be an outline without weights and is not adapted yet. What backward keeps is counted
+    (`kept`); what MLX has computed and not yet freed is in no graph, and its size is from
+    measurements, as is the share of a gradient's own arrays (tests/bench_memory.py).
+    """
+    spec, gpu, tokens = model.spec, quant.on_gpu(), rows * length
+    D, V, blocks = spec.hidden_size, spec.vocab_size, dora.block_prefixes(model)
+    trained, paths, parts = standing(model, s)
+    item = model.model.norm.weight.dtype.size
+    doras = set(paths) if s["train_type"] == "dora" else set()
+    keeps = [kept(model, i, b, doras, item) * tokens for i, b in enumerate(blocks)]
+    first = 0  # no gradient goes further down
+    if not any("embed_tokens" in p for p in trained):
+        first = next(i for i, b in enumerate(blocks) if any(p.startswith(f"{b}.") for p in trained))
+    again = checkpointed_layers(s["grad_checkpoint"], len(blocks))
+    between, largest = D * tokens * item, max([0, *(keeps[i] for i in again if i >= first)])
+    live = sum(between if i in again else keeps[i] for i in range(first, len(blocks)))
+    # the loss: one dense head, some arrays as large as the logits of a chunk
+    head = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
+    trains_head = any(p.startswith(f"{head}.") for p in trained)
+    chunk = min(max(LOGITS // V, 1), tokens) * V
+    dense = dict(model.named_modules())[head].weight.dtype == mx.uint32
+    logits = V * D * (8 if trains_head else item * dense)
+    logits += chunk * (item + 16 if gpu else 4 * min(7.5, 2 + 3 * tokens * V / chunk))
+    # backward through one block: gradients of its widest arrays
+    wide = (spec.intermediate_size or spec.shared_expert_intermediate_size) * tokens * item
+    if any(spec.sparse):
+        wide += spec.moe_intermediate_size * spec.num_experts_per_tok * tokens * item
+    grads = sum(4 * a.size for a in trained.values())
+    widest = max(4 * a.size for a in trained.values())
+
+    def in_flight(array: float) -> float:  # ten command buffers, each of one array at least
+        return 10 * max((200 if mx.cuda.is_available() else 50) << 20, array) if gpu else 0.0
+
+    phases = [
+        {
+            "activations": live + 4 * between,
+            "logits": logits,
+            "in flight": in_flight(4 * V * D * trains_head),
+        },
+        {
+            "activations": live + largest + (3 * wide + 2 * between if gpu else 0),
+            "in flight": in_flight(wide) if gpu else (24 if again else 12) * wide,
+        },
+        {
+            "gradients": grads,
+            "communication": grads * (ranks > 1),
+            "in flight": in_flight(widest) if gpu else 0.6 * grads,
+        },
+    ]
+    names = ("activations", "logits", "gradients", "communication", "in flight")
+    peak = max(phases, key=lambda phase: sum(phase.values()))
+    return parts | {name: peak.get(name, 0.0) for name in names}
+
+
+def standing(model: quant.Model, s: dict) -> tuple[dict, list[str], dict]:
+    """{name: trained array}, the adapted layers' paths, and the bytes that are there throughout."""
+    layers, paths = dict(model.named_modules()), []
+    if s["train_type"] == "full":
+        trained = dict(tree_flatten(model.trainable_parameters()))
+    else:
+        paths, _ = dora.choose(model, s["keys"], s["num_layers"])
+        if wrong := [why for p in paths if (why := dora.refuse(p, layers[p]))]:
+            raise UserError("; ".join(wrong[:4]))
+        leaves = dora.LEAVES[: 3 if s["train_type"] == "dora" else 2]
+        shapes = {p: dora.adapter_for(layers[p]).shapes(layers[p], s["rank"]) for p in paths}
+        trained = {f"{p}.{n}": mx.zeros(found[n]) for p, found in shapes.items() for n in leaves}
+    if not trained:
+        raise UserError("nothing to train")
+    optimizer = make_optimizer(s)
+    optimizer.init(tree_unflatten(list(trained.items())))
+    adapters = sum(a.nbytes for a in trained.values()) if paths else 0
+    norms = sum(a.nbytes for n, a in trained.items() if n.endswith(".m"))  # of the base's rows
+    parts = {"weights": quant.size_of(model)[1], "adapters": adapters + norms}
+    parts["optimizer"] = sum(a.nbytes for _, a in tree_flatten(optimizer.state))
+    return trained, paths, parts
+
+
+def kept(model: quant.Model, i: int, path: str, doras: set, item: int) -> float:
+    """Bytes per token that backward through block i keeps of its forward pass: what gradients
+    multiply, each array once. DoRA keeps every adapted layer's output, for the magnitudes.
+    """
+    spec, block = model.spec, model.layers[i]
+    D = spec.hidden_size
+
+    def out(name: str, width: int) -> int:
+        return width * (f"{path}.{name}" in doras)
+
+    n = (2 + len(block.before)) * D
+    if block.delta:
+        heads, dk, dv = spec.linear_num_value_heads, *block.linear_attn.dims
+        keys, values = block.linear_attn.widths
+        n += (
+            5 * (2 * keys + values) + 3 * values + out("linear_attn.in_proj_qkv", 2 * keys + values)
+        )
+        states = dk * dv / 64 + 6 * (64 + dk) + 8 * dv  # in chunks of 64, in float32
+        n += heads * states * 4 / item + max(len(block.after) and D, out("linear_attn.out_proj", D))
+    else:
+        wide, narrow = block.self_attn.widths
+        q, k = (out(f"self_attn.{p}_proj", w) for p, w in (("q", wide), ("k", narrow)))
+        if "q_norm" in block.self_attn:
+            q, k = wide, narrow
+        fused = item == 2 and mx.cuda.is_available() and not block.window  # cuDNN's layout
+        n += q + k + 2 * narrow + (2 if fused else 3) * wide
+        n += out("self_attn.qkv_proj", wide + 2 * narrow) + 3 * wide * spec.attention_gate
+        n += max(len(block.after) and D, out("self_attn.o_proj", D))
+    inner, part = spec.intermediate_size, block.experts_in
+    if spec.sparse[i]:
+        wide, k = spec.moe_intermediate_size, spec.num_experts_per_tok
+        n += k * (2 * D + 3 * wide)
+        ends = (("gate_proj", wide), ("up_proj", wide), ("down_proj", D))
+        n += sum(out(f"{part}.switch_mlp.{p}", w) for p, w in ends) * k * (1 + 4 / item)
+        inner, part = spec.shared_expert_intermediate_size, f"{part}.shared_expert"
+    n += 3 * inner + out(f"{part}.gate_up_proj", 2 * inner)
+    n += max(len(block.after) and D, out(f"{part}.down_proj", D)) if inner else 0
+    return n * item
+
+
 def limit_memory() -> None:
     """Bounds the allocator's cache, which would else grow with every new shape; wires memory on
-    Metal.
+    Metal. To be called before anything is computed: CUDA's limit is read once.
+
+    What is computed but not yet freed is MLX's eleven command buffers at most. On Metal they end at
+    50 MB, on an H100 and later at 1000: here at 200, which took no time (tests/RESULTS.md).
     """
-    mx.reset_peak_memory()
     mx.set_cache_limit(2 << 30)
+    if mx.cuda.is_available():
+        os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "200")
     if mx.metal.is_available():
         mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
 
