@@ -2170,11 +2170,29 @@ def probe():
     if tool:
         lines = subprocess.run([tool], capture_output=True, text=True).stdout.splitlines()[2:]
         found["rdma"] = [line.split()[0] for line in lines if line.split()]
+    found["memory"] = memory()
     sys.stdout.write(json.dumps(found))
 
 
-def inspect_hosts(hosts: list[Host], backend: str, port: int, say=print) -> list[str]:
-    """Asks all hosts at once and says what they have; returns what is wrong, one line each."""
+def memory() -> int:
+    """Bytes that MLX may use here: Metal's working set, the GPU's memory, or all of this machine's.
+
+    Its text runs on other hosts, too.
+    """
+    import os
+
+    try:
+        import mlx.core as mx
+
+        info = mx.device_info()
+    except Exception:
+        info = {}
+    all_of_it = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return info.get("max_recommended_working_set_size") or info.get("total_memory") or all_of_it
+
+
+def ask_hosts(hosts: list[Host], port: int) -> list[dict | str]:
+    """What `probe` finds on each, all asked at once, or in one line why it found nothing."""
     file, heard, said = str(Path(__file__).resolve()), collections.defaultdict(bytes), {}
     ports, asked = iter(range(port, 65536)), []
     for h in hosts:
@@ -2185,22 +2203,31 @@ def inspect_hosts(hosts: list[Host], backend: str, port: int, say=print) -> list
         text = stream.read()
         (said if errors else heard)[process.rank] = text
 
-    argv = ["python", "-c", inspect.getsource(probe) + "\nprobe()\n"]
-    status = {e.rank: e.status for e in run(asked, argv, port=port, relay=keep)}
-    wrong, first = [], {}
+    source = f"{inspect.getsource(memory)}\n{inspect.getsource(probe)}\nprobe()\n"
+    ended = run(asked, ["python", "-c", source], port=port, relay=keep)
+    status, answers = {e.rank: e.status for e in ended}, []
     for rank, host in enumerate(hosts):
-        name = f"rank {rank} ({host.ssh})"
         try:
-            found = json.loads(heard[rank])
+            answers.append(json.loads(heard[rank]))
         except ValueError:
             why = said.get(rank, b"").decode(errors="replace").strip().splitlines()
             why = why[-1] if why else "no answer"
             fix = f"try: ssh {host.ssh} {host.python} --version" if not host.local else host.python
-            wrong.append(f"{name}: exit status {status[rank]}: {why} ({fix})")
+            answers.append(f"exit status {status[rank]}: {why} ({fix})")
+    return answers
+
+
+def inspect_hosts(hosts: list[Host], backend: str, port: int, say=print) -> list[str]:
+    """Asks all hosts at once and says what they have; returns what is wrong, one line each."""
+    file, wrong, first = str(Path(__file__).resolve()), [], {}
+    for rank, (host, found) in enumerate(zip(hosts, ask_hosts(hosts, port), strict=True)):
+        name = f"rank {rank} ({host.ssh})"
+        if isinstance(found, str):
+            wrong.append(f"{name}: {found}")
             continue
         rdma = ", ".join(found["rdma"]) or "none"
         what = f"Python {found['python']}, MLX {found['mlx']}, RDMA {rdma}, {found['system']}"
-        say(f"{name}: {what}")
+        say(f"{name}: {what}, {found['memory'] / 1e9:.0f} GB")
         for ip, at, why in found["taken"]:
             wrong.append(f"{name}: cannot listen on {ip} port {at}: {why} (--port, or fix ips)")
         if found["comm.py"] is None:

@@ -848,6 +848,7 @@ def train(
     overlap: bool = True,
     timeline: str | None = None,
     max_restarts: int = 0,
+    plan: bool = False,
 ) -> None:
     """Fine-tunes a model on {train,valid,test}.jsonl and writes an adapter.
 
@@ -878,10 +879,14 @@ def train(
     --overlap           sum gradients while backward goes on; false for comparison
     --timeline          a file for chrome://tracing: compute, wait and transfer per bucket
     --max-restarts      with --nodes: how often to go on from the newest checkpoint after a failure
+    --plan              trains nothing: the memory that these flags will take, by part, from the
+                        config and the tokenizer alone; exit status 1 if it is more than there is
     """
     settings = dict(locals())
     check_settings(settings)
     limit_memory()
+    if plan:
+        sys.exit(show_plan(settings))
     if nodes and "MLX_RANK" not in os.environ:
         sys.exit(launch(settings))
     try:
@@ -938,7 +943,9 @@ def words(s: dict) -> list[str]:
     out = []
     for name, p in inspect.signature(train).parameters.items():
         value = s[name]
-        if name in ("nodes", "max_restarts", "config") or (value == p.default and name != "model"):
+        if name in ("nodes", "max_restarts", "config", "plan") or (
+            value == p.default and name != "model"
+        ):
             continue
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         text = json.dumps(value) if isinstance(value, dict) else text
@@ -1286,6 +1293,76 @@ def describe(run: Run, s: dict, splits: dict) -> None:
 # --- The plan -------------------------------------------------------------------------------------
 
 
+def show_plan(s: dict) -> int:
+    """Prints what the run will take, and what would make it fit where it does not; 1 then."""
+    ranks, room = 1, {"here": comm.memory()}
+    if s["nodes"]:
+        _, hosts = comm.read_hosts(s["nodes"])
+        ranks = len(hosts)
+        found = dict(zip((h.ssh for h in hosts), comm.ask_hosts(hosts, s["port"]), strict=True))
+        if lost := [f"{host}: {why}" for host, why in found.items() if isinstance(why, str)]:
+            raise UserError("; ".join(lost))
+        room = {host: answer["memory"] for host, answer in found.items()}
+    if s["batch_size"] % ranks:
+        raise UserError(f"--batch-size: got {s['batch_size']}, which {ranks} ranks do not divide")
+    rows = read_data(s["data"])["train"]
+    model, tokenizer, config = quant.outline(s["model"], s["dtype"])
+    if s["train_type"] == "full":
+        unfreeze(model, config, s)
+    examples = Examples(rows, tokenizer, s["mask_prompt"], s["max_seq_length"], s["packing"])
+    order = examples.order(1, s["seed"])
+    if not order:
+        raise UserError(f"{s['data']}: no usable rows")
+    length = max(examples.fit(sum(len(examples.ids[r]) for r in np.hstack(b))) for b in order)
+    trained, _, _ = standing(model, s)
+    count, tokens = sum(a.size for a in trained.values()), sum(map(len, examples.ids))
+    size = sum(a.nbytes for a in trained.values())
+    steps = max(len(order) / s["batch_size"] / s["grad_accumulation_steps"], 1)
+    size = f"{count / 1e6:.3f} M weights to train ({size / 1e6:.1f} MB)"
+    print(f"{s['model']}: {s['train_type']}, {size}")
+    each = f"{steps:.0f} steps of {tokens / steps:.0f}"
+    print(f"{len(examples)} rows, {tokens} tokens per epoch: {each}")
+    least, share = min(room.values()), s["batch_size"] // ranks
+    parts = memory(model, s, share, length, ranks)
+    need = sum(parts.values())
+    where = f" on each of {ranks} ranks" if ranks > 1 else ""
+    print(f"memory of a step with the longest rows, {share} x {length} tokens{where}:")
+    for name, value in (parts | {"together": need}).items():
+        if value:
+            print(f"  {name:14}{value / 1e9:9.3f} GB")
+    for host, there in room.items():
+        verdict = "fits" if need <= there else "does not fit"
+        print(f"{verdict} {host}, with {there / 1e9:.1f} GB")
+    if need <= least:
+        return 0
+    print(remedy(model, s, share, length, ranks, least))
+    return 1
+
+
+def remedy(model: quant.Model, s: dict, share: int, length: int, ranks: int, room: int) -> str:
+    """The flags, the mildest first, that make a step fit in `room` bytes."""
+    tries, flags, now, rows = [], "", s, share
+    if s["grad_checkpoint"] is not True:
+        now, flags = s | {"grad_checkpoint": True}, "--grad-checkpoint"
+        tries.append((flags, now, rows, length))
+    while rows > 1:
+        rows = max(d for d in range(1, rows) if rows % d == 0)
+        steps = s["grad_accumulation_steps"] * share // rows
+        both = f"--batch-size {rows * ranks} --grad-accumulation-steps {steps}"
+        tries.append((f"{flags} {both}".strip(), now, rows, length))
+    flags = tries[-1][0] if tries else ""
+    while length > 256:
+        length = length // 2 // 32 * 32
+        tries.append((f"{flags} --max-seq-length {length}".strip(), now, rows, length))
+    least = math.inf
+    for flags, settings, rows, length in tries:
+        least = sum(memory(model, settings, rows, length, ranks).values())
+        if least <= room:
+            return f"{flags} would make it fit: {least / 1e9:.2f} GB"
+    other = "--train-type dora" if s["train_type"] == "full" else "a model of fewer bits or weights"
+    return f"no batch is small enough ({least / 1e9:.2f} GB at the least); take {other}"
+
+
 def memory(model: quant.Model, s: dict, rows: int, length: int, ranks: int = 1) -> dict[str, float]:
     """Bytes that a step of `rows` x `length` tokens on one rank takes at its peak, by part.
 
@@ -1392,7 +1469,7 @@ def kept(model: quant.Model, i: int, path: str, doras: set, item: int) -> float:
             q, k = wide, narrow
         fused = item == 2 and mx.cuda.is_available() and not block.window  # cuDNN's layout
         n += q + k + 2 * narrow + (2 if fused else 3) * wide
-        n += out("self_attn.qkv_proj", wide + 2 * narrow) + 3 * wide * spec.attention_gate
+        n += out("self_attn.qkv_proj", wide + narrow) + 3 * wide * spec.attention_gate
         n += max(len(block.after) and D, out("self_attn.o_proj", D))
     inner, part = spec.intermediate_size, block.experts_in
     if spec.sparse[i]:
@@ -1401,7 +1478,7 @@ def kept(model: quant.Model, i: int, path: str, doras: set, item: int) -> float:
         ends = (("gate_proj", wide), ("up_proj", wide), ("down_proj", D))
         n += sum(out(f"{part}.switch_mlp.{p}", w) for p, w in ends) * k * (1 + 4 / item)
         inner, part = spec.shared_expert_intermediate_size, f"{part}.shared_expert"
-    n += 3 * inner + out(f"{part}.gate_up_proj", 2 * inner)
+    n += 3 * inner  # gate and up, in one array or two
     n += max(len(block.after) and D, out(f"{part}.down_proj", D)) if inner else 0
     return n * item
 

@@ -1,5 +1,6 @@
 """Every family as a tiny random model, against mlx-lm and float64."""
 
+import gc
 import json
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import pytest
 from conftest import CHATML, PACKINGS, tiny_config, tiny_tokenizer, write_model
 from mlx.utils import tree_flatten
 
+import dora
 import quant
 import train
 
@@ -425,3 +427,30 @@ def test_chats_are_the_tokens_that_mlx_lm_makes_of_them(tmp_path, name, template
     if template == TURNS:
         with pytest.raises(quant.UserError, match="refuses system/user: no system turn"):
             mine.chat([{"role": "system", "content": "x"}, turns[0]])
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", *FAMILIES])
+def test_plan_counts_what_backward_keeps(name, kind):
+    """`train.kept` against what is allocated after forward while a gradient waits."""
+    config, tokens = tiny_config(name, **TINY.get(name, {})), 1024
+    model = quant.Model(quant.Spec.read(config))
+    model.freeze()
+    paths, _ = dora.choose(model, None, -1)
+    doras = set(paths) if kind == "dora" else set()
+    blocks = dora.block_prefixes(model)
+    planned = sum(train.kept(model, i, b, doras, 4) for i, b in enumerate(blocks))
+    planned += 4 * 4 * model.spec.hidden_size  # the last norm, and what the loss keeps
+    dora.adapt(model, 2, 2.0, kind=kind)
+    model.train()
+    batch = mx.random.randint(0, 300, (4, tokens // 4 + 1)), mx.arange(tokens), mx.ones((tokens,))
+    mx.eval(model.parameters(), batch)
+    gc.collect()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    loss, grads = nn.value_and_grad(model, train.loss_sum)(model, *batch)
+    mx.eval(loss)
+    mx.synchronize()
+    found = (mx.get_active_memory() - before) / tokens
+    assert 0.95 < planned / found < 1.12
+    del grads

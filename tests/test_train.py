@@ -1,6 +1,7 @@
 """Loss, training, checkpoints and the command line of train.py; see test_data.py for its data."""
 
 import functools
+import inspect
 import json
 import math
 import shutil
@@ -27,6 +28,7 @@ from conftest import (
 from mlx.utils import tree_flatten
 from test_families import family
 
+import comm
 import dora
 import quant
 import train
@@ -1158,3 +1160,82 @@ def test_the_memory_of_the_loss_does_not_grow_with_the_tokens(monkeypatch, keys)
         mx.eval(nn.value_and_grad(model, train.loss_sum)(model, tokens, places, weights))
         found.append(mx.get_peak_memory())
     assert found[1] - found[0] < 0.25e9, found
+
+
+# --- The plan -------------------------------------------------------------------------------------
+
+
+def planned(capsys, **flags) -> tuple[int, str]:
+    """(exit status, what is printed) of `train.py --plan`."""
+    with pytest.raises(SystemExit) as ended:
+        train.train(plan=True, **flags)
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_plan_is_from_config_and_tokenizer(tmp_path, capsys):
+    """No weights are there, and what it says of a run is what that run has."""
+    bare, root = tmp_path / "bare", tmp_path / "run"
+    shutil.copytree(train.TINY, bare, ignore=shutil.ignore_patterns("*.safetensors", "data"))
+    status, said = planned(capsys, model=str(bare), adapter_path=str(root))
+    assert status == 0 and not root.exists()
+    model, _, config = quant.load(str(train.TINY), "auto")
+    outline, _, _ = quant.outline(str(bare), "auto")
+    shapes = [
+        [(k, a.shape, a.dtype) for k, a in tree_flatten(m.parameters())] for m in (outline, model)
+    ]
+    assert shapes[0] == shapes[1]
+    s = defaults()
+    trained, paths, parts = train.standing(outline, s)
+    train.adapt(model, config, s, None)
+    run = train.Run(model, train.make_optimizer(s), None)
+    real = {k: a.shape for k, a in run.flat()}
+    assert {k: a.shape for k, a in trained.items()} == real
+    state = sum(a.nbytes for _, a in tree_flatten(run.optimizer.state))
+    assert parts["optimizer"] == state
+    count = sum(a.size for _, a in run.flat())
+    assert f"{count / 1e6:.3f} M weights to train ({4 * count / 1e6:.1f} MB)" in said
+    rows = train.read_data(str(train.TINY / "data"))["train"]
+    examples = train.Examples(rows, quant.Tokenizer.from_folder(bare, config), False, 2048)
+    steps = len(examples) // 4
+    assert (
+        f"{len(examples)} rows, {sum(map(len, examples.ids))} tokens per epoch: {steps} steps"
+        in said
+    )
+
+
+def defaults(**changes) -> dict:
+    """train.py's settings where no flag is given."""
+    return {p.name: p.default for p in inspect.signature(train.train).parameters.values()} | changes
+
+
+def test_plan_against_a_real_step():
+    call = "import bench_memory as b; b.one('smollm2-135m', 'dora', 2, 128, False)"
+    where = dict(cwd=ROOT / "tests", text=True, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", call], **where)
+    parts, peak = json.loads(done.stdout.splitlines()[-1])
+    assert 0.85 < sum(parts.values()) / peak < 1.15
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+def test_plan_names_a_flag_that_makes_it_fit(share, capsys, monkeypatch):
+    model, _, _ = quant.outline(str(train.TINY), "auto")
+    need = sum(train.memory(model, defaults(), 4, 64).values())
+    monkeypatch.setattr(comm, "memory", lambda: int(need * share))
+    status, said = planned(capsys)
+    assert status == 1 and "does not fit here" in said
+    last = said.splitlines()[-1]
+    if share == 0.2:
+        assert "no batch is small enough" in last and "a model of fewer bits" in last
+        return
+    flags = quant.parse(train.train, last.partition(" would")[0].split())
+    assert planned(capsys, **flags)[0] == 0
+
+
+def test_plan_of_several_hosts(tmp_path, capsys):
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "localhost", "ips": ["127.0.0.1"]}] * 2))
+    status, said = planned(capsys, nodes=str(hosts))
+    assert status == 0 and "2 x 64 tokens on each of 2 ranks" in said
+    assert f"fits localhost, with {comm.memory() / 1e9:.1f} GB" in said
+    with pytest.raises(quant.UserError, match="2 ranks do not divide"):
+        train.train(plan=True, nodes=str(hosts), batch_size=3)
