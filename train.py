@@ -5,6 +5,7 @@
     python train.py --config run.yaml --learning-rate 2e-5          flags win over the file
     python train.py ... --resume                          go on from the newest checkpoint
     python train.py ... --nodes hosts.json                on several machines, started over ssh
+    python train.py ... --plan                            what it would take, and whether that fits
 
 The loss of a step is the sum over all trained tokens of its examples, divided by their number, so
 padding, the split into micro-batches and ranks do not change it. An iteration is one optimizer
@@ -25,6 +26,11 @@ is filled up with empty rows, so every example is seen. Lengths are padded to ab
 octave, so few shapes reach the compiler. Dropout's masks are a function of (seed, step, rank).
 Resuming needs no more than the step: weights and moments come from the checkpoint, and the run goes
 on bit for bit as if it had not stopped.
+
+With `--packing` rows are made of several examples, best fit: attention, positions and recurrent
+states begin anew at each (`quant.Packed`), so the loss is that of the examples apart. With
+`--grad-checkpoint` backward computes the chosen layers again from their inputs. `--plan` counts
+what backward keeps, from the config alone (`memory`).
 
 The head never sees masked tokens, and its logits exist for some hundred tokens at a time: forward
 computes the gradient with respect to the last hidden state too (`head_product`), backward only

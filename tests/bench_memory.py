@@ -110,7 +110,7 @@ def bench(*shapes: str) -> None:
             raise SystemExit(f"{shape} {kind}: {done.stderr}")
         parts, peak = json.loads(done.stdout.splitlines()[-1])
         planned = sum(parts.values())
-        shown = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items())
+        shown = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in parts.items() if v > 5e6)
         row = f"| {shape} | {kind} | {rows} x {length} | {'yes' if checkpointed else 'no'} "
         row += f"| {planned / 1e9:.2f} | {peak / 1e9:.2f} | {planned / peak:.2f} | {shown} |"
         print(row, flush=True)

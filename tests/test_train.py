@@ -1239,3 +1239,27 @@ def test_plan_of_several_hosts(tmp_path, capsys):
     assert f"fits localhost, with {comm.memory() / 1e9:.1f} GB" in said
     with pytest.raises(quant.UserError, match="2 ranks do not divide"):
         train.train(plan=True, nodes=str(hosts), batch_size=3)
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_random_lengths(tmp_path):
+    """300 steps: no peak after the first of the longest batches is above the one it made."""
+    random, words = np.random.RandomState(0), "some words of no use to anyone at all ".split()
+    rows = [{"text": " ".join(random.choice(words, random.randint(5, 400)))} for _ in range(600)]
+    write_rows(tmp_path / "data", train=rows)
+    flags = dict(
+        model=str(train.TINY), data=str(tmp_path / "data"), adapter_path=str(tmp_path / "a")
+    )
+    train.train(**flags, iters=300, steps_per_report=1, max_seq_length=512, batch_size=4)
+    log = [json.loads(line) for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
+    peaks = [entry["peak_memory"] for entry in log if "peak_memory" in entry]
+    rows = train.read_data(str(tmp_path / "data"))["train"]
+    _, tokenizer, _ = quant.outline(str(train.TINY))
+    examples = train.Examples(rows, tokenizer, False, 512)
+    order = [b for epoch in (0, 1) for b in examples.order(4, 0, epoch)]
+    shapes = [examples.batch(b, 4)[0].size for b in order[:300]]
+    first = shapes.index(max(shapes))
+    assert len(peaks) == 300 and first < 290, "the longest came too late to say anything"
+    assert len(set(shapes)) > 5
+    assert peaks[-1] <= 1.03 * peaks[first]
+    assert max(entry["cache_memory"] for entry in log if "cache_memory" in entry) <= 2.15
