@@ -977,9 +977,7 @@ def fit(s: dict, job: comm.Communicator) -> bool:
     cut = s["mask_prompt"], s["max_seq_length"]
     packs = {"train": s["packing"]}
     splits = {k: Examples(r, tokenizer, *cut, packs.get(k, False)) for k, r in rows.items()}
-    if (usable := len(splits["train"])) < s["batch_size"]:
-        few = f"{usable} usable rows, fewer than --batch-size {s['batch_size']}"
-        raise UserError(f"{s['data']}: {few}")
+    check_enough(splits["train"], s)
     exact = resumable(s, splits["train"])
     compare(job, s, exact, splits, model, config)
     with comm.Overlap(job, timeline=s["timeline"], **({} if s["overlap"] else OFF)) as reduce:
@@ -1165,6 +1163,13 @@ def check_settings(s: dict) -> None:
         raise UserError(f"--dropout: got {s['dropout']}, wanted at least 0 and below 1")
 
 
+def check_enough(examples: Examples, s: dict) -> None:
+    """Whether there are rows for one batch."""
+    if len(examples) < s["batch_size"]:
+        few = f"{len(examples)} usable rows, fewer than --batch-size {s['batch_size']}"
+        raise UserError(f"{s['data']}: {few}")
+
+
 def make_optimizer(s: dict) -> optim.Optimizer:
     given = s["optimizer_config"] or {}
     try:
@@ -1316,9 +1321,8 @@ def show_plan(s: dict) -> int:
     if s["train_type"] == "full":
         unfreeze(model, config, s)
     examples = Examples(rows, tokenizer, s["mask_prompt"], s["max_seq_length"], s["packing"])
+    check_enough(examples, s)
     order = examples.order(1, s["seed"])
-    if not order:
-        raise UserError(f"{s['data']}: no usable rows")
     length = max(examples.fit(sum(len(examples.ids[r]) for r in np.hstack(b))) for b in order)
     trained, _, _ = standing(model, s)
     count, tokens = sum(a.size for a in trained.values()), sum(map(len, examples.ids))

@@ -1239,6 +1239,8 @@ def test_plan_of_several_hosts(tmp_path, capsys):
     assert f"fits localhost, with {comm.memory() / 1e9:.1f} GB" in said
     with pytest.raises(quant.UserError, match="2 ranks do not divide"):
         train.train(plan=True, nodes=str(hosts), batch_size=3)
+    with pytest.raises(quant.UserError, match="512 usable rows, fewer than --batch-size 513"):
+        train.train(plan=True, batch_size=513)
 
 
 @pytest.mark.slow
