@@ -189,7 +189,7 @@ def feature(
 
 def features() -> None:
     """Prints what each feature gives and costs: 8B, 4 x 1024, DoRA."""
-    whole = "quant.gated_unit = lambda *a: lambda g, u: g * mx.sigmoid(g) * u"
+    whole = "quant.gated_unit = lambda *a: [lambda g, u: g * mx.sigmoid(g) * u] * 2"
     flat = "quant.fused_backward = lambda q: False; quant.SCORES = 1 << 40"
     cases = {
         "as it is": "''",
